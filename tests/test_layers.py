@@ -172,8 +172,8 @@ def test_operators_and_losses_know_no_backend_by_name():
 def test_there_are_few_autograd_functions_and_two_operators_for_losses():
     """Each operator with its backward and its directional derivatives. One function only raises an error.
 
-    One is the base class of the others. Two are for small batches, a scalar loss and statistics, with as little work as possible on the host. One normalizes
-    a large classifier, one takes this rank's part of a DTensor.
+    One is the base class of the others. Two are for small batches, a scalar loss and statistics, with as little work as
+    possible on the host. One normalizes a large classifier, one takes this rank's part of a DTensor.
     """
     functions, operators = set(), set()
     for path in FILES:

@@ -325,12 +325,23 @@ def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bo
     return torch.full((), check_number(name, value, positive=positive, dtype=stat), dtype=stat, device=like.device)
 
 
-def check_scale(name: str, value: float | Tensor, like: Tensor, *, rows: str = "") -> Tensor | float:
-    """Check a factor of the scores. Returns a number as a float, and a tensor of one element as a 0-d tensor."""
-    if type(value) is float and -LARGEST_SCALE < value < LARGEST_SCALE:
+def check_scale(
+    name: str, value: float | Tensor, like: Tensor, *, rows: str = "", checked: bool = False
+) -> Tensor | float:
+    """Check a factor of the scores. Returns a number as a float, and a tensor of one element as a 0-d tensor.
+
+    ``checked``: such a tensor has been accepted before, except for its value.
+    """
+    if type(value) is float:
+        number = value
+    elif checked and isinstance(value, Tensor) and value.ndim == 0 and value.device == like.device:
+        number = value.item() if value.is_cpu else 0.0
+    else:
+        number = math.nan
+    if -LARGEST_SCALE < number < LARGEST_SCALE:
         return value
-    number = check_scalar(name, value, like, rows=rows)
-    return number if isinstance(value, Tensor) else float(value)
+    found = check_scalar(name, value, like, rows=rows)
+    return found if isinstance(value, Tensor) else float(value)
 
 
 def scale_tensor(scale: Tensor | float, like: Tensor) -> Tensor:

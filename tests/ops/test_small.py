@@ -114,9 +114,8 @@ def test_which_calls_are_small():
 
 def test_a_known_call_is_one_lookup(monkeypatch):
     x, y = (torch.randn(6, 3, requires_grad=True) for _ in range(2))
-    tw.info_nce(x, y).backward()
+    tw.info_nce(x, y, temperature=0.1).backward()
     monkeypatch.setattr(small, "route_of", None)
-    tw.info_nce(x, y).backward()
     tw.info_nce(x, y, temperature=0.2).backward()  # a number is no part of the kind of a call
     with pytest.raises(TypeError):
         tw.linear_logsumexp(x, y)

@@ -9,20 +9,23 @@ from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec
+from tilewise.losses.entry import entry
 from tilewise.losses.module import settings_of
-from tilewise.losses.sharded import Pairs, takes_shards
+from tilewise.losses.sharded import Pairs
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.paired_scores import positive_shift
 from tilewise.ops.reduce import reduce_rows, row_weights
-from tilewise.options import TileOptions
+from tilewise.ops.small import Calls
+from tilewise.options import DEFAULT_OPTIONS, TileOptions
 
 NAMES = ("image_features", "text_features")
 SPEC = PairSpec(row_lse=True, col_lse=True, positive="one")
 
 
-@takes_shards(Pairs(NAMES, scalars=("logit_scale", "logit_bias")))
+@entry(Pairs(NAMES, scalars=("logit_scale", "logit_bias")))
 def clip_loss(
+    calls: Calls,
     image_features: Tensor,
     text_features: Tensor,
     logit_scale: float | Tensor,
@@ -54,10 +57,13 @@ def clip_loss(
     >>> round(clip_loss(x, x, 1.0).item(), 4)
     0.7437
     """
-    _check.check_reduction(reduction)
-    options, name = _check.check_options(options), _check.group_name(group)
-    a, b = _check.check_sides(NAMES, image_features, text_features, paired=True)
-    scale = _check.check_scale("logit_scale", logit_scale, a, rows="multiply the rows of image_features by it")
+    options, name, a, b = options or DEFAULT_OPTIONS, "", image_features, text_features
+    if not calls.checked:
+        _check.check_reduction(reduction)
+        options, name = _check.check_options(options), _check.group_name(group)
+        a, b = _check.check_sides(NAMES, a, b, paired=True)
+    rows = "multiply the rows of image_features by it"
+    scale = _check.check_scale("logit_scale", logit_scale, a, rows=rows, checked=calls.checked)
 
     def keys() -> PairKeys:
         shift = positive_shift(a, b, scale, options=options)
@@ -65,11 +71,12 @@ def clip_loss(
 
     if reduction == "none" or name:
         must_match = call_settings(name, reduction=reduction, logit_scale=logit_scale)
-        how: dict[str, Any] = {"spec": SPEC, "options": options, "group_name": name, "must_match": must_match}
-        stats = pair_stats(a, b, scale, full_keys=keys, **how)
+        how: dict[str, Any] = {"options": options, "group_name": name, "must_match": must_match, "calls": calls}
+        stats = pair_stats(a, b, scale, full_keys=keys, spec=SPEC, **how)
         loss = reduce_rows(torch.lerp(stats.row_lse, stats.col_lse, 0.5) - stats.row_pos, reduction, name)
     else:
-        loss = pair_loss(a, b, scale, weights=row_weights(a, reduction), full_keys=keys, spec=SPEC, options=options)
+        weights = row_weights(a, reduction, checked=calls.checked)
+        loss = pair_loss(a, b, scale, weights=weights, full_keys=keys, spec=SPEC, options=options, calls=calls)
     if logit_bias is not None:
         loss = loss + 0.0 * _check.check_scalar("logit_bias", logit_bias, a).to(loss.dtype)
     return loss

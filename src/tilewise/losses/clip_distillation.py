@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.clip import NAMES
+from tilewise.losses.entry import entry
 from tilewise.losses.module import settings_of
-from tilewise.losses.sharded import Pairs, takes_shards
+from tilewise.losses.sharded import Pairs
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.reduce import reduce_rows
+from tilewise.ops.small import Calls
 from tilewise.options import TileOptions, check_flag
 
 TEACHER_NAMES = ("teacher_image_features", "teacher_text_features")
@@ -22,8 +24,9 @@ SPEC = PairSpec(row_lse=True, guide="kl")
 ENTROPY = PairSpec(row_lse=True, row_entropy=True)
 
 
-@takes_shards(Pairs((*NAMES, *TEACHER_NAMES), scalars=("logit_scale", "teacher_logit_scale")))
+@entry(Pairs((*NAMES, *TEACHER_NAMES), scalars=("logit_scale", "teacher_logit_scale")))
 def clip_distillation_loss(
+    calls: Calls,
     image_features: Tensor,
     text_features: Tensor,
     logit_scale: float | Tensor,
@@ -86,7 +89,7 @@ def clip_distillation_loss(
     teacher_scale = _check.check_scalar("teacher_logit_scale", teacher_logit_scale, a).detach().to(stat_dtype(a.dtype))
     scales = {"logit_scale": logit_scale, "teacher_logit_scale": teacher_logit_scale}
     must_match = call_settings(name, reduction=reduction, entropy=teacher_entropy, **scales)
-    how: dict[str, Any] = {"options": options, "group_name": name, "must_match": must_match}
+    how: dict[str, Any] = {"options": options, "group_name": name, "must_match": must_match, "calls": calls}
     loss_n = torch.zeros((), dtype=stat_dtype(a.dtype), device=a.device)
     for rows, cols, teacher_rows, teacher_cols in ((a, b, teacher_a, teacher_b), (b, a, teacher_b, teacher_a)):
         keys = PairKeys(guide_a=teacher_rows, guide_b=teacher_cols, guide_scale=teacher_scale)

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.errors import DtypeError, GradientError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, RowWeights, stat_dtype
+from tilewise.losses.entry import entry
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.losses.module import settings_of
-from tilewise.losses.sharded import takes_shards
 from tilewise.losses.sharded_head import Head
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import same_rows, shard_of_columns, sum_over_ranks
-from tilewise.ops.explain import is_explaining
 from tilewise.ops.paired_scores import positive_shift
+from tilewise.ops.small import Calls
 from tilewise.options import DEFAULT_OPTIONS, TileOptions, check_flag
 
 NAMES = ("input", "linear_weight")
@@ -84,8 +84,9 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@takes_shards(SHARDED)
+@entry(SHARDED)
 def linear_cross_entropy(
+    calls: Calls,
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -140,16 +141,20 @@ def linear_cross_entropy(
     >>> round(linear_cross_entropy(hidden, classifier, torch.tensor([0, 1, -100])).item(), 4)
     0.5514
     """
-    _check.check_reduction(reduction)
-    options, name = (DEFAULT_OPTIONS, "") if options is group is None else _check.check_row_options(options, group)
+    name = ""
+    if not calls.checked:
+        _check.check_reduction(reduction)
+        options, name = _check.check_row_options(options, group)
+        if return_lse is not False:
+            check_flag("return_lse", return_lse)
+    options = options or DEFAULT_OPTIONS
     if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
         ignore_index = check_ignore_index(ignore_index)
     if type(shift) is not int or shift != 0:
         shift = check_shift(shift)
-    a, c, bias, cap, shape = check_head(input, linear_weight, linear_bias, softcap, shift)
-    scale = _check.check_scale("logit_scale", logit_scale, a, rows="multiply the states in input by it")
-    if return_lse is not False:
-        check_flag("return_lse", return_lse)
+    a, c, bias, cap, shape = check_head(input, linear_weight, linear_bias, softcap, shift, checked=calls.checked)
+    rows = "multiply the states in input by it"
+    scale = _check.check_scale("logit_scale", logit_scale, a, rows=rows, checked=calls.checked)
     if not (type(label_smoothing) is type(z_loss) is float and label_smoothing == z_loss == 0.0):
         label_smoothing = _check.check_number("label_smoothing", label_smoothing)
         if not 0.0 <= label_smoothing <= 1.0:
@@ -169,7 +174,7 @@ def linear_cross_entropy(
             weight=weight,
         )
         start, classes = shard_of_columns(c, must_match, name)
-    y, in_range = _check_target(target, input, shift, ignore_index, classes)
+    y, in_range = _check_target(target, input, shift, ignore_index, classes, checked=calls.checked)
     if weight is not None:
         weight = _check_class_weight(weight, c)
     scalar = reduction != "none" and label_smoothing == 0.0 and not name and not return_lse
@@ -182,7 +187,7 @@ def linear_cross_entropy(
         def known_keys() -> PairKeys:
             return known._replace(row_shift=_target_scores(a, c, y, scale, bias, cap, name, options))
 
-        how: dict[str, Any] = {"full_keys": known_keys, "spec": spec, "options": options}
+        how: dict[str, Any] = {"full_keys": known_keys, "spec": spec, "options": options, "calls": calls}
         return pair_loss(a, c, scale, bias, weights=weights, keys=known, **how)
 
     ignored = min(ignore_index, -1)  # the key of ignored rows; a negative key matches no column
@@ -203,7 +208,7 @@ def linear_cross_entropy(
 
     if mean:
         first = y if ignore_index < 0 else checked_key()
-        how = {"full_keys": lambda: keys_of(checked_key()), "spec": spec, "options": options}
+        how = {"full_keys": lambda: keys_of(checked_key()), "spec": spec, "options": options, "calls": calls}
         return pair_loss(a, c, scale, bias, weights=RowWeights(kept=True), keys=PairKeys(row_key=first), **how)
     valid, key = y != ignore_index, checked_key()
     own = key - start if name else key
@@ -224,12 +229,12 @@ def linear_cross_entropy(
         # Class weights whose sum is 0 give NaN: 0 / 0.
         each = each / total.clamp(min=1.0) if weight is None else torch.where(valid, each / total, 0.0)
         weights = RowWeights(each=each, square=square)
-        how = {"full_keys": lambda: keys_of(key), "spec": spec, "options": options}
+        how = {"full_keys": lambda: keys_of(key), "spec": spec, "options": options, "calls": calls}
         loss = pair_loss(a, c, scale, bias, weights=weights, keys=PairKeys(row_key=key), **how)
         return loss + torch.zeros_like(total).masked_fill(total == 0, torch.nan)  # NaN if no row is valid
     keys = PairKeys(row_key=key, col_weight=col_weight)
-    how = {"full_keys": lambda: keys_of(key)._replace(col_weight=col_weight), "spec": spec, "options": options}
-    stats = pair_stats(a, c, scale, bias, keys=keys, group_name=name, **how)
+    how = {"full_keys": lambda: keys_of(key)._replace(col_weight=col_weight), "spec": spec, "calls": calls}
+    stats = pair_stats(a, c, scale, bias, keys=keys, options=options, group_name=name, **how)
     row_shift = stats.row_shift
     # A target out of range has 0 positives, and 0 / 0 gives NaN, also as a gradient. An ignored row is no error.
     positives = torch.where(valid, stats.num_positives.detach(), 1.0)
@@ -283,15 +288,22 @@ def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:
     _check.check_tensor("input", input)
     if input.dim() < 1:
         raise ShapeError(f"input must be (..., features), got {tuple(input.shape)}. Add a dimension")
+    if shift and input.dim() < 2:
+        raise ShapeError(
+            f"with shift={shift}, input must be (..., tokens, features), got {tuple(input.shape)}. "
+            "Add a dimension, or shift the target yourself"
+        )
+    flat, shape = _scored_rows(input, shift)
+    return _check.check_features("input", flat), shape
+
+
+def _scored_rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:
+    """See `_rows`, which has checked everything but the type."""
     if shift:
-        if input.dim() < 2:
-            raise ShapeError(
-                f"with shift={shift}, input must be (..., tokens, features), got {tuple(input.shape)}. "
-                "Add a dimension, or shift the target yourself"
-            )
         input = input[..., : max(input.shape[-2] - shift, 0), :]
-    flat = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
-    return _check.check_features("input", flat), input.shape[:-1]
+    shape = input.shape[:-1]
+    # Of two dimensions too: while `explain` runs, this makes a fake tensor of a real one that a function holds.
+    return input.reshape(math.prod(shape), input.shape[-1]), shape
 
 
 def check_head(
@@ -300,16 +312,16 @@ def check_head(
     linear_bias: Tensor | None,
     softcap: float | None,
     shift: int,
+    *,
+    checked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, float, torch.Size]:
-    """Check what all losses of a classifier share.
+    """Check what all losses of a classifier share. ``checked``: see `Calls`.
 
     Returns the states to score, (n, d), the classifier, (V, d), bias, soft cap, and the shape of the losses.
     """
-    # While `explain` runs, the views below make fake tensors of real ones that a function holds.
-    if not shift and getattr(input, "ndim", 0) == getattr(linear_weight, "ndim", 0) == 2 and not is_explaining():
-        a, c = _check.check_sides(NAMES, input, linear_weight)
-        bias = None if linear_bias is None else check_bias("linear_bias", linear_bias, c)
-        return a, c, bias, 0.0 if softcap is None else check_softcap(softcap), input.shape[:-1]
+    if checked:
+        a, shape = _scored_rows(input, shift) if shift or input.ndim != 2 else (input, input.shape[:-1])
+        return a, linear_weight, linear_bias, float(softcap or 0.0), shape
     a, shape = _rows(input, shift)
     if isinstance(linear_weight, Tensor) and not linear_weight.is_nested and linear_weight.dim() > 2:
         raise ShapeError(
@@ -324,12 +336,17 @@ def check_head(
 
 
 def _check_target(
-    target: Tensor, input: Tensor, shift: int, ignore_index: int, classes: int | Tensor
+    target: Tensor,
+    input: Tensor,
+    shift: int,
+    ignore_index: int,
+    classes: int | Tensor,
+    *,
+    checked: bool = False,
 ) -> tuple[Tensor, bool]:
     """Check the targets. Returns those of the scored states, (n,) int64, and whether all are known to be classes."""
-    plain = type(target) in _check.PLAIN and target.dtype is torch.int64 and target.layout is torch.strided
-    if plain and target.shape == input.shape[:-1] and target.device == input.device and not target.is_nested:
-        return _scored_target(target, shift, ignore_index, classes)
+    if checked and target.dtype is torch.int64:
+        return _scored_target(target, shift, ignore_index, classes, checked=True)
     _check.check_tensor("target", target, "a tensor of class indices")
     if target.dtype not in _check.INTEGERS:
         advice = _check.WHOLE
@@ -349,12 +366,14 @@ def _check_target(
     return _scored_target(target.long(), shift, ignore_index, classes)
 
 
-def _scored_target(target: Tensor, shift: int, ignore_index: int, classes: int | Tensor) -> tuple[Tensor, bool]:
+def _scored_target(
+    target: Tensor, shift: int, ignore_index: int, classes: int | Tensor, *, checked: bool = False
+) -> tuple[Tensor, bool]:
     """See `_check_target`, which has checked everything but the numbers."""
     y = target[..., shift:] if shift else target
     if y.ndim != 1:
         y = y.reshape(-1)
-    if y.shape[0] > 0 and _check.can_read(y):
+    if y.shape[0] > 0 and y.is_cpu and (checked or _check.can_read(y)):
         low, high = torch.aminmax(y)
         if type(low) is not Tensor:  # `explain`: the view is a fake tensor, too
             return y.view(-1), False

@@ -22,15 +22,16 @@ from tilewise.losses.cross_entropy import (
     check_ignore_index,
     check_shift,
 )
+from tilewise.losses.entry import entry
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.losses.module import settings_of
 from tilewise.losses.per_token import check_temperature, check_token_mask, tempered
-from tilewise.losses.sharded import takes_shards
 from tilewise.losses.sharded_head import Head
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import same_rows, shard_of_columns
 from tilewise.ops.distributed.dtensors import replicated
+from tilewise.ops.small import Calls
 from tilewise.options import TileOptions, check_flag
 
 TEACHER_NAMES = ("teacher_input", "teacher_weight")
@@ -53,8 +54,9 @@ class DistillationStats:
     has_target: Tensor | None  # bool, whether the token counts and has a target; None without targets
 
 
-@takes_shards(SHARDED)
+@entry(SHARDED)
 def linear_distillation_stats(
+    calls: Calls,
     input: Tensor,
     linear_weight: Tensor,
     teacher_input: Tensor,
@@ -135,7 +137,7 @@ def linear_distillation_stats(
     )
     if name and guide == "jsd":
         keys = _with_norms(a, c, scale, bias, keys, spec, options, name)
-    found = pair_stats(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
+    found = pair_stats(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name, calls=calls)
     divergence = getattr(found, f"row_{guide}")
     # Without a class whose logit is more than -inf a model has no distribution.
     neither = (found.row_lse.detach() == -torch.inf) | (found.guide_lse == -torch.inf)

@@ -11,19 +11,21 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.errors import ConfigError
 from tilewise.kernels.spec import PairSpec, stat_dtype
+from tilewise.losses.entry import entry
 from tilewise.losses.guide import CheckedGuide, Guide, check_guide
 from tilewise.losses.hardness import HardnessMode, check_hardness, hard_logsumexp
 from tilewise.losses.logsumexp import joined_logsumexp
 from tilewise.losses.module import settings_of
 from tilewise.losses.negatives import check_log_q, check_negative_ids, check_negatives
 from tilewise.losses.per_token import divide_rows
-from tilewise.losses.sharded import Pairs, takes_shards
+from tilewise.losses.sharded import Pairs
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import NO_KEYS, PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
 from tilewise.ops.paired_scores import own_scores, positive_shift
 from tilewise.ops.reduce import reduce_rows, row_weights
-from tilewise.options import TileOptions, check_flag
+from tilewise.ops.small import Calls
+from tilewise.options import DEFAULT_OPTIONS, TileOptions, check_flag
 
 NAMES = ("query", "positive_key")
 SOFTMAX = PairSpec(row_lse=True, positive="one")
@@ -33,8 +35,9 @@ OTHERS = {spec: replace(spec, positive="none", mask_self=True) for spec in (SOFT
 SHARDED = Pairs((*NAMES, "negative_keys", "query_ids", "key_ids", "negative_mask", "log_q"), scalars=("temperature",))
 
 
-@takes_shards(SHARDED)
+@entry(SHARDED)
 def info_nce(
+    calls: Calls,
     query: Tensor,
     positive_key: Tensor,
     negative_keys: Tensor | None = None,
@@ -103,22 +106,27 @@ def info_nce(
     >>> round(info_nce(x, x, -x, temperature=1.0).item(), 4)
     1.2068
     """
-    _check.check_reduction(reduction)
-    options, group_name = _check.check_options(options), _check.group_name(group)
-    a, b = _check.check_sides(NAMES, query, positive_key, paired=True)
-    negatives = check_negatives(a, negative_keys, negative_mask)
-    check_flag("in_batch", in_batch)
-    check_flag("symmetric", symmetric)
-    check_flag("decoupled", decoupled)
-    if symmetric and not in_batch:
-        raise ConfigError(
-            "symmetric=True compares each key with all queries, so it needs in_batch=True. Pass in_batch=True"
-        )
-    if not in_batch and negatives is None:
-        raise ConfigError("in_batch=False without negative_keys leaves no negatives. Pass negative_keys")
-    query_id, key_id, negative_id = check_negative_ids(a, negatives, query_ids, key_ids, over_group=bool(group_name))
+    options, group_name, a, b, negatives = options or DEFAULT_OPTIONS, "", query, positive_key, negative_keys
+    if not calls.checked:
+        _check.check_reduction(reduction)
+        options, group_name = _check.check_options(options), _check.group_name(group)
+        a, b = _check.check_sides(NAMES, a, b, paired=True)
+        negatives = check_negatives(a, negatives, negative_mask)
+        check_flag("in_batch", in_batch)
+        check_flag("symmetric", symmetric)
+        check_flag("decoupled", decoupled)
+        if symmetric and not in_batch:
+            raise ConfigError(
+                "symmetric=True compares each key with all queries, so it needs in_batch=True. Pass in_batch=True"
+            )
+        if not in_batch and negatives is None:
+            raise ConfigError("in_batch=False without negative_keys leaves no negatives. Pass negative_keys")
+    query_id = key_id = negative_id = None
+    if not (query_ids is key_ids is None):
+        found = check_negative_ids(a, negatives, query_ids, key_ids, over_group=bool(group_name))
+        query_id, key_id, negative_id = found
     bias, negative_bias = (None, None) if log_q is None else check_log_q(log_q, a, negatives)
-    guided = check_guide(guide, a, negatives)
+    guided = None if guide is None else check_guide(guide, a, negatives)
     kinds = {"in_batch": in_batch, "negatives": negatives is not None}
     harder = check_hardness(hardness, hardness_mode, dtype=stat_dtype(a.dtype), **kinds)
     if hardness == 0.0:
@@ -127,7 +135,6 @@ def info_nce(
     # With a guide or with hardness, the scores of the two directions differ, so each has a pass of its own.
     apart = guided is not None or harder.in_batch > 0
     spec = GUIDED if guided is not None else BOTH_DIRECTIONS if symmetric and not apart else SOFTMAX
-    others = OTHERS[spec]
     more = {} if guided is None else guided.keys()
     keys = NO_KEYS if query_id is None and not more else PairKeys(row_skip=query_id, col_skip=key_id, **more)
 
@@ -145,8 +152,9 @@ def info_nce(
         and not decoupled
         and not (apart and symmetric)
     ):
-        weights = row_weights(a, reduction)
-        return pair_loss(a, b, scale, bias, weights=weights, keys=keys, full_keys=full_keys, spec=spec, options=options)
+        weights = row_weights(a, reduction, checked=calls.checked)
+        call: dict[str, Any] = {"full_keys": full_keys, "spec": spec, "options": options, "calls": calls}
+        return pair_loss(a, b, scale, bias, weights=weights, keys=keys, **call)
     kind = "none" if negatives is None else "shared" if negatives.dim() == 2 else "own"
     margin = {} if guide is None else {"margin": guide.margin, "margin_strategy": guide.margin_strategy}
     must_match = call_settings(
@@ -167,7 +175,7 @@ def info_nce(
         # Only for its check over ranks. There are no scores with other ranks, so nothing later checks the calls.
         shard_of_columns(b, must_match, group_name)
 
-    how: dict[str, Any] = {"options": options, "group_name": group_name, "must_match": must_match}
+    how: dict[str, Any] = {"options": options, "group_name": group_name, "must_match": must_match, "calls": calls}
     other = None  # the losses of the keys, in the other direction
 
     def above(lse: Tensor, pos: Tensor) -> Tensor:
@@ -188,10 +196,10 @@ def info_nce(
         if not decoupled:
             parts.append(pos[:, None])
         if in_batch and harder.in_batch:
-            hard = hard_logsumexp(a, b, scale, bias, hardness=harder.in_batch, keys=keys, spec=others, **how)
+            hard = hard_logsumexp(a, b, scale, bias, hardness=harder.in_batch, keys=keys, spec=OTHERS[spec], **how)
             parts.append(hard[:, None])
         elif in_batch:
-            stats = pair_stats(a, b, scale, bias, keys=keys, spec=others, **how)
+            stats = pair_stats(a, b, scale, bias, keys=keys, spec=OTHERS[spec], **how)
             parts.append(stats.row_lse[:, None])
     if stats is not None and stats.col_lse is not None:
         other = above(stats.col_lse, pos)
@@ -200,7 +208,7 @@ def info_nce(
         # The bias of a key is the same for all queries. As a part of the shift, it makes `pos` that of this direction.
         back = shift if bias is None else -bias if shift is None else shift - bias
         keys = PairKeys(row_skip=key_id, col_skip=query_id, row_shift=back, **more)
-        stats = pair_stats(b, a, scale, keys=keys, spec=others if decoupled else spec, **how)
+        stats = pair_stats(b, a, scale, keys=keys, spec=OTHERS[spec] if decoupled else spec, **how)
         # With row_pos from the same call, gradients of half types that cancel do so before they are rounded.
         other = above(stats.row_lse, pos if decoupled else stats.row_pos)
     if negatives is not None and negatives.dim() == 3:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tilewise import _check
 from tilewise.errors import RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec
-from tilewise.losses.sharded import takes_shards
+from tilewise.losses.entry import entry
 from tilewise.losses.sharded_head import Head
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import call_settings
-from tilewise.options import TileOptions
+from tilewise.ops.small import Calls
+from tilewise.options import DEFAULT_OPTIONS, TileOptions
 
 
-@takes_shards(Head(rows=("a",), columns=("b", "bias"), scalars=("scale",), vocabulary=False))
+@entry(Head(rows=("a",), columns=("b", "bias"), scalars=("scale",), vocabulary=False))
 def linear_logsumexp(
+    calls: Calls,
     a: Tensor,
     b: Tensor,
     *,
@@ -41,16 +45,16 @@ def linear_logsumexp(
     >>> linear_logsumexp(torch.zeros(1, 3), torch.ones(4, 3)).item() == torch.tensor(4.0).log().item()
     True
     """
-    options, name = _check.check_row_options(options, group, shards=False)
-    a = _check.check_features("a", a)
-    b = _check.check_features("b", b)
-    _check.check_together(("a", "b"), a, b)
+    options, name = (
+        (options or DEFAULT_OPTIONS, "") if calls.checked else _check.check_row_options(options, group, shards=False)
+    )
+    if not calls.checked:
+        a, b = _check.check_sides(("a", "b"), a, b)
     factor = _check.check_scalar("scale", scale, a, rows="multiply the rows of a by it")
     bias = check_bias("bias", bias, b)
     spec = PairSpec(row_lse=True, softcap=check_softcap(softcap))
-    must_match = call_settings(name, scale=scale)
-    stats = pair_stats(a, b, factor, bias, spec=spec, options=options, group_name=name, must_match=must_match)
-    return stats.row_lse
+    how: dict[str, Any] = {"group_name": name, "must_match": call_settings(name, scale=scale), "calls": calls}
+    return pair_stats(a, b, factor, bias, spec=spec, options=options, **how).row_lse
 
 
 def joined_logsumexp(parts: list[Tensor], *, maybe_empty: bool = True) -> Tensor:

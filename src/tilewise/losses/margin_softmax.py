@@ -16,11 +16,13 @@ from tilewise import _check
 from tilewise.errors import RangeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.losses.cross_entropy import _check_target, check_head, check_ignore_index
+from tilewise.losses.entry import entry
 from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import Function, PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns, sum_over_ranks
 from tilewise.ops.paired_scores import target_cosines
+from tilewise.ops.small import Calls
 from tilewise.options import TileOptions, check_flag
 
 SPEC = PairSpec(row_lse=True, row_picked=True, skip_picked=True, drop_rows=True)
@@ -28,7 +30,9 @@ SHARDED = PairSpec(row_lse=True, row_picked=True, skip_picked=True, drop_rows=Tr
 SHORTEST = 1e-12  # a shorter vector is divided by this, as in torch.nn.functional.normalize
 
 
+@entry()
 def margin_softmax_loss(
+    calls: Calls,
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -111,6 +115,7 @@ def margin_softmax_loss(
         spec=SHARDED if name else SPEC,
         options=options,
         group_name=name,
+        calls=calls,
     )
     others = stats.row_lse.double()
     # The engine's cosine carries the gradient. The value of the target's score is that of the exact angle.

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.errors import ConfigError, ShapeError
 from tilewise.kernels.spec import PairSpec
+from tilewise.losses.entry import entry
 from tilewise.losses.logsumexp import joined_logsumexp
 from tilewise.losses.module import settings_of
-from tilewise.losses.sharded import takes_shards
 from tilewise.losses.supcon import supcon_loss
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
@@ -22,7 +22,8 @@ from tilewise.ops.distributed.collectives import shard_of_columns
 from tilewise.ops.distributed.dtensors import is_sharded, wrapped
 from tilewise.ops.paired_scores import own_scores, positive_shift
 from tilewise.ops.reduce import reduce_rows, row_weights
-from tilewise.options import TileOptions, check_flag
+from tilewise.ops.small import Calls
+from tilewise.options import DEFAULT_OPTIONS, TileOptions, check_flag
 
 SPEC = PairSpec(row_lse=True, positive="one", mask_self=True, symmetric=True, in_range=True)
 OTHERS = PairSpec(row_lse=True, mask_self=True, symmetric=True)
@@ -53,8 +54,9 @@ def _check_views(features: Tensor) -> None:
         )
 
 
-@takes_shards(_over_shards)
+@entry(_over_shards)
 def nt_xent(
+    calls: Calls,
     features: Tensor,
     *,
     temperature: float | Tensor = 0.5,
@@ -90,29 +92,32 @@ def nt_xent(
     >>> round(nt_xent(torch.eye(2).repeat(2, 1)).item(), 4)
     0.2395
     """
-    _check.check_reduction(reduction)
-    options, name = _check.check_options(options), _check.group_name(group)
-    z = _check.check_features("features", features)
+    options, name, z = options or DEFAULT_OPTIONS, "", features
+    if not calls.checked:
+        _check.check_reduction(reduction)
+        options, name = _check.check_options(options), _check.group_name(group)
+        z = _check.check_features("features", z)
+        _check_views(z)
+        check_flag("decoupled", decoupled)
+        if queue is not None:
+            queue = _check.check_features("queue", queue)
+            _check.check_together(("features", "queue"), z, queue)
     rows = z.shape[0]
-    _check_views(z)
     scale = _check.check_temperature(temperature, z)
-    if queue is not None:
-        queue = _check.check_features("queue", queue)
-        _check.check_together(("features", "queue"), z, queue)
     index = torch.arange(rows, device=z.device)
     other = torch.roll(index, rows // 2)
 
     def full_keys() -> PairKeys:
         return PairKeys(row_key=other, row_shift=positive_shift(z, z, scale, other, options))
 
-    check_flag("decoupled", decoupled)
     if reduction != "none" and not name and not decoupled and queue is None:
-        keys, weights = PairKeys(row_key=other), row_weights(z, reduction)
-        return pair_loss(z, None, scale, weights=weights, keys=keys, full_keys=full_keys, spec=SPEC, options=options)
+        keys, weights = PairKeys(row_key=other), row_weights(z, reduction, checked=calls.checked)
+        how: dict[str, Any] = {"full_keys": full_keys, "spec": SPEC, "options": options, "calls": calls}
+        return pair_loss(z, None, scale, weights=weights, keys=keys, **how)
     must_match = call_settings(
         name, reduction=reduction, temperature=temperature, decoupled=decoupled, queue=queue is not None
     )
-    how: dict[str, Any] = {"options": options, "group_name": name, "must_match": must_match}
+    how = {"options": options, "group_name": name, "must_match": must_match, "calls": calls}
     if decoupled:  # both views of a sample are excluded
         keys = full_keys()
         shift = keys.row_shift

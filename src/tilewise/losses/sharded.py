@@ -6,72 +6,18 @@ The loss itself gets plain tensors of this rank, and a group if the classes stay
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise import _check
 from tilewise.errors import ConfigError, DtypeError
 from tilewise.ops.distributed import dtensors
 from tilewise.ops.distributed.dtensors import Move, is_sharded, symbols_of, to_local, wrapped
 from tilewise.ops.distributed.sharded import Plan, plan_pairs
 from tilewise.ops.explain import note_plan
-from tilewise.options import TileOptions
-
-Loss = TypeVar("Loss", bound=Callable[..., Any])
-# Classes of arguments of a call without sharded tensors, compared without a call: a small batch counts its calls.
-# torch.compile makes wrong guards of a frozenset, and cannot ask a process group for its class.
-ORDINARY = (*_check.PLAIN, type(None), float, str, bool, int, TileOptions, tuple)
-
-
-def takes_shards(run: Callable[[Callable[..., Any], dict[str, Any]], Any]) -> Callable[[Loss], Loss]:
-    """Decorate a loss. If an argument is a DTensor, call ``run(loss, arguments)`` instead."""
-
-    def decorate(loss: Loss) -> Loss:
-        @functools.wraps(loss)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # a compiler's symbol has no class to compare
-                return other(args, kwargs)
-            for value in args:
-                if value.__class__ not in ORDINARY:
-                    return other(args, kwargs)
-            for name in kwargs:
-                if name != "group" and kwargs[name].__class__ not in ORDINARY:
-                    return other(args, kwargs)
-            return loss(*args, **kwargs)
-
-        def other(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not any(map(_holds_shards, (*args, *kwargs.values()))):
-                return loss(*args, **kwargs)
-            given = inspect.signature(loss).bind(*args, **kwargs)
-            given.apply_defaults()
-            values = given.arguments
-            if values.get("group") is not None:
-                raise ConfigError(
-                    "group= is for plain tensors, of which each rank passes its own, got a group beside a DTensor, "
-                    "whose mesh has its own groups. Pass group=None"
-                )
-            if torch.compiler.is_compiling():
-                raise ConfigError(
-                    f"{loss.__name__} takes a DTensor outside of torch.compile only. Compile the model without the "
-                    "loss, or pass the plain tensors of this rank and group="
-                )
-            return run(loss, values)
-
-        return call  # type: ignore[return-value]
-
-    return decorate
-
-
-def _holds_shards(value: Any) -> bool:
-    if dataclasses.is_dataclass(value):
-        return any(is_sharded(getattr(value, field.name)) for field in dataclasses.fields(value))
-    return is_sharded(value)
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec, stat_dtype
+from tilewise.losses.entry import entry
 from tilewise.losses.module import settings_of
-from tilewise.losses.sharded import Pairs, takes_shards
+from tilewise.losses.sharded import Pairs
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import call_settings
 from tilewise.ops.reduce import reduce_rows, row_weights
-from tilewise.options import TileOptions
+from tilewise.ops.small import Calls
+from tilewise.options import DEFAULT_OPTIONS, TileOptions
 
 NAMES = ("image_features", "text_features")
 SPEC = PairSpec(softplus=True, positive="one")
 
 
-@takes_shards(Pairs(NAMES, scalars=("logit_scale", "logit_bias")))
+@entry(Pairs(NAMES, scalars=("logit_scale", "logit_bias")))
 def siglip_loss(
+    calls: Calls,
     image_features: Tensor,
     text_features: Tensor,
     logit_scale: float | Tensor,
@@ -51,16 +56,21 @@ def siglip_loss(
     >>> round(siglip_loss(x, x, 10.0, -5.0).item(), 4)
     0.0134
     """
-    _check.check_reduction(reduction)
-    options, name = _check.check_options(options), _check.group_name(group)
-    a, b = _check.check_sides(NAMES, image_features, text_features, paired=True)
-    scale = _check.check_scale("logit_scale", logit_scale, a, rows="multiply the rows of image_features by it")
+    options, name, a, b = options or DEFAULT_OPTIONS, "", image_features, text_features
+    if not calls.checked:
+        _check.check_reduction(reduction)
+        options, name = _check.check_options(options), _check.group_name(group)
+        a, b = _check.check_sides(NAMES, a, b, paired=True)
+    rows = "multiply the rows of image_features by it"
+    scale = _check.check_scale("logit_scale", logit_scale, a, rows=rows, checked=calls.checked)
     # Not a half type: the gradient of the bias is the sum of the columns' gradients, which must not be rounded first.
     bias = _check.check_scalar("logit_bias", logit_bias, a).to(stat_dtype(a.dtype)).expand(b.shape[0])
     if reduction != "none" and not name:
-        return pair_loss(a, b, scale, bias, weights=row_weights(a, reduction), spec=SPEC, options=options)
+        weights = row_weights(a, reduction, checked=calls.checked)
+        return pair_loss(a, b, scale, bias, weights=weights, spec=SPEC, options=options, calls=calls)
     must_match = call_settings(name, reduction=reduction, logit_scale=logit_scale, logit_bias=logit_bias)
-    stats = pair_stats(a, b, scale, bias, spec=SPEC, options=options, group_name=name, must_match=must_match)
+    how: dict[str, Any] = {"options": options, "group_name": name, "must_match": must_match, "calls": calls}
+    stats = pair_stats(a, b, scale, bias, spec=SPEC, **how)
     return reduce_rows(stats.row_softplus, reduction, name)
 
 

@@ -5,28 +5,33 @@ Axes: n queries, m keys, d features, K targets of each query.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.errors import ConfigError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
+from tilewise.losses.entry import entry
 from tilewise.losses.module import settings_of
 from tilewise.losses.per_token import divide_rows
-from tilewise.losses.sharded import Pairs, takes_shards
+from tilewise.losses.sharded import Pairs
 from tilewise.losses.statistics import check_pick
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
 from tilewise.ops.paired_scores import positive_shift
 from tilewise.ops.reduce import reduce_rows
+from tilewise.ops.small import Calls
 from tilewise.options import TileOptions, check_flag
 
 NAMES = ("query", "key")
 
 
-@takes_shards(Pairs((*NAMES, "target", "target_weight"), scalars=("temperature",)))
+@entry(Pairs((*NAMES, "target", "target_weight"), scalars=("temperature",)))
 def soft_info_nce(
+    calls: Calls,
     query: Tensor,
     key: Tensor,
     target: Tensor | None = None,
@@ -108,7 +113,8 @@ def soft_info_nce(
     pick = torch.where(inside, pick, -1)
     keys = PairKeys(row_skip=skip, col_skip=skip, row_shift=shift, col_weight=mean, pick=pick)
     spec = PairSpec(row_lse=True, row_picked=True, row_sum=smoothing > 0.0)
-    stats = pair_stats(a, b, scale, keys=keys, spec=spec, options=options, group_name=name, must_match=must_match)
+    how: dict[str, Any] = {"options": options, "group_name": name, "must_match": must_match, "calls": calls}
+    stats = pair_stats(a, b, scale, keys=keys, spec=spec, **how)
     above = torch.where(inside, stats.row_lse[:, None] - stats.row_picked, torch.where(wanted, torch.nan, 0.0))
     loss_n = (weight * above).sum(1)
     if smoothing:

@@ -14,6 +14,7 @@ from tilewise import _check
 from tilewise.errors import RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.cross_entropy import _target_scores, check_head, check_shift
+from tilewise.losses.entry import entry
 from tilewise.losses.module import settings_of
 from tilewise.losses.per_token import (
     check_id_range,
@@ -24,11 +25,11 @@ from tilewise.losses.per_token import (
     row_scale_of,
     tempered,
 )
-from tilewise.losses.sharded import takes_shards
 from tilewise.losses.sharded_head import Head
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import same_rows, shard_of_columns
+from tilewise.ops.small import Calls
 from tilewise.options import TileOptions, check_choice
 
 Divergence = Literal["forward", "reverse", "cross_entropy", "total_variation", "log_acceptance"]
@@ -43,7 +44,7 @@ def _mean_divisor(values: dict[str, Any]) -> Tensor:
     return _present(ids, values["mask"], values["input"], shift)[1].sum()
 
 
-@takes_shards(
+@entry(
     Head(
         rows=("input", "teacher_ids", "teacher_log_probs", "mask"),
         columns=("linear_weight", "linear_bias"),
@@ -51,6 +52,7 @@ def _mean_divisor(values: dict[str, Any]) -> Tensor:
     )
 )
 def linear_sparse_distillation_loss(
+    calls: Calls,
     input: Tensor,
     linear_weight: Tensor,
     teacher_ids: Tensor,
@@ -169,6 +171,7 @@ def linear_sparse_distillation_loss(
         ),
         options=options,
         group_name=name,
+        calls=calls,
     )
     # In float64, because gradients cancel where one class has nearly all probability; these are few numbers.
     x = torch.where(here & (ids >= classes), torch.nan, stats.row_picked).double()

@@ -15,10 +15,12 @@ from torch import Tensor
 from tilewise import _check
 from tilewise.errors import ConfigError, DtypeError, GradientError, ShapeError
 from tilewise.kernels.spec import PairSpec, Positive, stat_dtype
+from tilewise.losses.entry import entry
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.ops import autograd
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
+from tilewise.ops.small import Calls
 from tilewise.options import TileOptions, check_choice, check_flag
 
 # The name of each field of `PairStats`, and that of the statistic.
@@ -56,7 +58,9 @@ class PairStats:
     picked: Tensor | None = None  # (n, K), the scores of the columns in ``pick``
 
 
+@entry()
 def pair_stats(
+    calls: Calls,
     a: Tensor,
     b: Tensor | None = None,
     *,
@@ -170,6 +174,7 @@ def pair_stats(
         options=options,
         group_name=name,
         must_match=must_match,
+        calls=calls,
     )
     stats = {field: getattr(found, statistic) for field, statistic in FIELDS.items()}
     if order is not None:

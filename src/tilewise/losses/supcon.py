@@ -11,20 +11,23 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.errors import ConfigError
 from tilewise.kernels.spec import HALF_TYPES, PairSpec
+from tilewise.losses.entry import entry
 from tilewise.losses.logsumexp import joined_logsumexp
 from tilewise.losses.module import settings_of
-from tilewise.losses.sharded import Pairs, takes_shards
+from tilewise.losses.sharded import Pairs
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.paired_scores import positive_shift
 from tilewise.ops.reduce import reduce_rows, row_weights
-from tilewise.options import TileOptions
+from tilewise.ops.small import Calls
+from tilewise.options import DEFAULT_OPTIONS, TileOptions
 
 SPEC = PairSpec(row_lse=True, positive="many", mask_self=True, symmetric=True)
 
 
-@takes_shards(Pairs(("features", "labels", "queue", "queue_labels"), scalars=("temperature",)))
+@entry(Pairs(("features", "labels", "queue", "queue_labels"), scalars=("temperature",)))
 def supcon_loss(
+    calls: Calls,
     features: Tensor,
     labels: Tensor,
     *,
@@ -64,10 +67,13 @@ def supcon_loss(
     >>> round(supcon_loss(x, torch.tensor([0, 0, 1, 1]), temperature=1.0).item(), 4)
     1.0986
     """
-    _check.check_reduction(reduction)
-    options, name = _check.check_options(options), _check.group_name(group)
-    z = _check.check_features("features", features)
-    key = _check.check_ids("labels", labels, (z.shape[0],), z)
+    options, name, z, key = options or DEFAULT_OPTIONS, "", features, labels
+    if not calls.checked:
+        _check.check_reduction(reduction)
+        options, name = _check.check_options(options), _check.group_name(group)
+        z = _check.check_features("features", z)
+        _check.check_ids("labels", key, (z.shape[0],), z)
+    key = key.long()
     scale = _check.check_temperature(temperature, z)
     if (queue is None) != (queue_labels is None):
         missing, given = ("queue", "queue_labels") if queue is None else ("queue_labels", "queue")
@@ -84,10 +90,11 @@ def supcon_loss(
         return keys._replace(row_shift=positive_shift(z, z, scale, index, options))
 
     if queue is None and reduction != "none" and not name:
-        weights = row_weights(z, reduction)
-        return pair_loss(z, None, scale, weights=weights, keys=keys, full_keys=full_keys, spec=SPEC, options=options)
+        weights = row_weights(z, reduction, checked=calls.checked)
+        how: dict[str, Any] = {"full_keys": full_keys, "spec": SPEC, "options": options, "calls": calls}
+        return pair_loss(z, None, scale, weights=weights, keys=keys, **how)
     must_match = call_settings(name, reduction=reduction, temperature=temperature, queue=queue is not None)
-    how: dict[str, Any] = {"options": options, "group_name": name, "must_match": must_match}
+    how = {"options": options, "group_name": name, "must_match": must_match, "calls": calls}
     stats = pair_stats(z, None, scale, keys=keys, full_keys=full_keys, spec=SPEC, **how)
     lse, pos, count = stats.row_lse, stats.row_pos, stats.num_positives.detach()
     if queue is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +14,13 @@ from tilewise import _check
 from tilewise.errors import ConfigError, DtypeError
 from tilewise.kernels.spec import PairSpec, Stats, stat_dtype
 from tilewise.losses.cross_entropy import _check_target, _target_scores, check_head, check_ignore_index, check_shift
+from tilewise.losses.entry import entry
 from tilewise.losses.per_token import check_id_range, check_token_ids, check_token_temperature, row_scale_of, tempered
-from tilewise.losses.sharded import takes_shards
 from tilewise.losses.sharded_head import Head
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import same_rows, shard_of_columns
+from tilewise.ops.small import Calls
 from tilewise.options import DEFAULT_OPTIONS, TileOptions
 
 NEED_TARGET = ("log_prob", "correct")
@@ -86,8 +88,9 @@ class TokenStats:
         return total.sum() / self.valid.sum() if dim is None else total.sum(dim) / self.valid.sum(dim)
 
 
-@takes_shards(Head(rows=("input", "pick", "target"), columns=("linear_weight", "linear_bias")))
+@entry(Head(rows=("input", "pick", "target"), columns=("linear_weight", "linear_bias")))
 def linear_token_stats(
+    calls: Calls,
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None = None,
@@ -143,14 +146,15 @@ def linear_token_stats(
     >>> stats.argmax.tolist(), stats.correct.tolist(), stats.accuracy.item()
     ([0, 1, -1], [True, False, False], 0.5)
     """
-    options, name = (DEFAULT_OPTIONS, "") if options is group is None else _check.check_row_options(options, group)
+    options, name = (options or DEFAULT_OPTIONS, "") if calls.checked else _check.check_row_options(options, group)
     names = DEFAULT if want is None and target is not None else _check_want(want, target, pick)
     if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
         ignore_index = check_ignore_index(ignore_index)
     if type(shift) is not int or shift != 0:
         shift = check_shift(shift)
-    a, c, bias, cap, shape = check_head(input, linear_weight, linear_bias, softcap, shift)
-    scale = _check.check_scale("logit_scale", logit_scale, a, rows="multiply the states in input by it")
+    a, c, bias, cap, shape = check_head(input, linear_weight, linear_bias, softcap, shift, checked=calls.checked)
+    rows = "multiply the states in input by it"
+    scale = _check.check_scale("logit_scale", logit_scale, a, rows=rows, checked=calls.checked)
     t: float | Tensor = 1.0
     if type(temperature) is not float or temperature != 1.0:
         t = check_token_temperature(temperature, input, shift)
@@ -165,7 +169,7 @@ def linear_token_stats(
         start, classes = shard_of_columns(c, call_settings(name, **settings, **numbers), name)
     known = False  # whether every target is a class
     if target is not None:
-        y, known = _check_target(target, input, shift, ignore_index, classes)
+        y, known = _check_target(target, input, shift, ignore_index, classes, checked=calls.checked)
         known = known and not name and "log_prob" in names
         valid = y != ignore_index
         key = y if known else torch.where(valid, y, -1)
@@ -187,7 +191,8 @@ def linear_token_stats(
         return keys._replace(row_shift=row_shift if row_shift is None or row_scale is None else row_shift * row_scale)
 
     spec = _spec_of(names, ids is not None, cap, key is not None, known, same_rows(name))
-    stats = pair_stats(a, c, scale, bias, keys=keys, full_keys=full_keys, spec=spec, options=options, group_name=name)
+    how: dict[str, Any] = {"spec": spec, "options": options, "group_name": name, "calls": calls}
+    stats = pair_stats(a, c, scale, bias, keys=keys, full_keys=full_keys, **how)
     found = _found(stats, names, y, None if known else valid)
     if valid is not None:
         found["valid"] = valid

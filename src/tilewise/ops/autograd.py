@@ -28,7 +28,7 @@ from tilewise.ops.call import (
 )
 from tilewise.ops.operators import PAIR_LOSS, PAIR_STATS, Operator
 from tilewise.ops.registered import in_types, nothing_to_do, registered_backward
-from tilewise.ops.small import Rest, SmallLoss, SmallStats, find_job
+from tilewise.ops.small import Calls, Rest, SmallLoss, SmallStats
 from tilewise.options import TileOptions
 
 
@@ -44,6 +44,7 @@ def pair_stats(
     options: TileOptions,
     group_name: str = "",
     must_match: str = "",
+    calls: Calls | None = None,
 ) -> Stats:
     """The statistics that ``spec`` requests, differentiable in ``a``, ``b``, ``scale`` and ``bias``.
 
@@ -59,11 +60,15 @@ def pair_stats(
             without it, the shifts are those of ``keys``.
         group_name: the process group over which the columns are sharded, "" for this process alone.
         must_match: over a group, the loss's own settings (`call_settings`), which must be equal on every rank.
+        calls: those of the loss, see `tilewise.losses.entry`.
     """
     assert spec.symmetric == (b is None)
+    job = None
     if group_name or options.workspace_mib == "auto":
-        options = with_budget(options, a.device, group_name)
-    if not group_name and holds_numbers(a) and (job := find_job(a, b, scale, bias, None, keys, spec, options)):
+        options, calls = with_budget(options, a.device, group_name), None  # free memory is in no key
+    if (calls is not None and calls.jobs is not None) or (not group_name and holds_numbers(a)):
+        job = (calls or Calls()).job(a, b, scale, bias, None, keys, spec, options)
+    if job is not None:
         tensor, number = (None, scale) if type(scale) is float else (scale, None)
         own_shift = full_keys is not None and keys.row_shift is None
         rest = Rest(job, number, keys, None, spec, options, own_shift)
@@ -92,6 +97,7 @@ def pair_loss(
     full_keys: Callable[[], PairKeys] | None = None,
     spec: PairSpec,
     options: TileOptions,
+    calls: Calls | None = None,
 ) -> Tensor:
     """The scalar loss that `RowWeights` describes, differentiable in ``a``, ``b``, ``scale`` and ``bias``.
 
@@ -101,9 +107,9 @@ def pair_loss(
         full_keys: makes the keys with the shifts of rows and columns, which small calls do not need.
     """
     if options.workspace_mib == "auto":
-        options = with_budget(options, a.device, "")
-    if holds_numbers(a):
-        job = find_job(a, b, scale, bias, weights, keys, spec, options)
+        options, calls = with_budget(options, a.device, ""), None
+    if (calls is not None and calls.jobs is not None) or holds_numbers(a):
+        job = (calls or Calls()).job(a, b, scale, bias, weights, keys, spec, options)
         if job is not None:
             tensor, number = (None, scale) if type(scale) is float else (scale, None)
             loss: Tensor = SmallLoss.apply(a, b, tensor, bias, Rest(job, number, keys, weights, spec, options))

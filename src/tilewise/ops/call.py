@@ -32,7 +32,8 @@ class Function(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         """As that of torch, which makes 17 more calls from Python."""
         transformed = torch._C._are_functorch_transforms_active()
-        return (super() if transformed else super(torch.autograd.Function, cls)).apply(*args)  # type: ignore[misc]
+        above: Any = super() if transformed else super(torch.autograd.Function, cls)
+        return above.apply(*args)
 
 
 class PairKeys(NamedTuple):

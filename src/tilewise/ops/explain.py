@@ -105,12 +105,12 @@ class Explanation:
     __repr__ = __str__
 
 
-_listeners: list[list[Decision | str]] = []
+listeners: list[list[Decision | str]] = []
 
 
 def is_explaining() -> bool:
     """Whether `explain` is running, so that decisions are recorded."""
-    return bool(_listeners)
+    return bool(listeners)
 
 
 def note(operator: str, call: Call, way: Route) -> None:
@@ -137,13 +137,13 @@ def note(operator: str, call: Call, way: Route) -> None:
         copy_bytes=copied_bytes(shape, settings.spec, needs.a),
         program=program,
     )
-    for found in _listeners:
+    for found in listeners:
         found.append(decision)
 
 
 def note_plan(describe: Callable[[], str]) -> None:
     """Add the plan of a loss over sharded tensors to every explanation that is being recorded."""
-    for found in _listeners:
+    for found in listeners:
         found.append(describe())
 
 
@@ -219,11 +219,11 @@ def _ring_bytes(call: Call) -> int:
 @contextlib.contextmanager
 def _listening() -> Iterator[list[Decision | str]]:
     found: list[Decision | str] = []
-    _listeners.append(found)
+    listeners.append(found)
     try:
         yield found
     finally:
-        _listeners[:] = [other for other in _listeners if other is not found]
+        listeners[:] = [other for other in listeners if other is not found]
 
 
 def explain(loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ class Limits:
 
 
 _now = Limits()
+_forgetters: list[Callable[[], None]] = []
 
 
 def current() -> Limits:
@@ -55,12 +56,24 @@ def current() -> Limits:
     return _now
 
 
+def forget_with_limits(clear: Callable[[], None]) -> None:
+    """Call ``clear``, which empties a cache of what depends on the limits, whenever they change."""
+    _forgetters.append(clear)
+
+
+def _set(limits: Limits) -> None:
+    global _now
+    _now = limits
+    for clear in _forgetters:
+        clear()
+
+
 @contextlib.contextmanager
 def changed(**limits: Any) -> Iterator[None]:
     """Other limits for the calls inside, of all threads: for tests, and for measuring where a threshold belongs."""
-    global _now
-    before, _now = _now, dataclasses.replace(_now, **limits)
+    before = _now
+    _set(dataclasses.replace(before, **limits))
     try:
         yield
     finally:
-        _now = before
+        _set(before)

@@ -100,12 +100,11 @@ def own_scores(a: Tensor, own: Tensor, keep: Tensor | None, precision: str) -> T
 
 
 def _own_scores(a: Tensor, own: Tensor, keep: OptTensor, precision: str) -> Tensor:
-    parts = _chunks(a.shape[0], own.shape[1] * own.shape[2])
     with without_autocast(a), matmul_precision(precision):
-        if len(parts) <= 1:
+        if own.numel() <= CHUNK_ELEMENTS:
             return _some_scores(a, own, keep)
         out = a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype))
-        for part in parts:
+        for part in _chunks(a.shape[0], own.shape[1] * own.shape[2]):
             out[part] = _some_scores(a[part], own[part], None if keep is None else keep[part])
     return out
 
@@ -121,12 +120,11 @@ def _kept(own: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def _own_grads(a: Tensor, own: Tensor, keep: OptTensor, precision: str, grad: Tensor) -> tuple[Tensor, Tensor]:
-    parts = _chunks(a.shape[0], own.shape[1] * own.shape[2])
     with without_autocast(a), matmul_precision(precision):
-        if len(parts) <= 1:
+        if own.numel() <= CHUNK_ELEMENTS:
             return _some_grads(a, own, keep, grad)
         grad_a, grad_own = torch.empty_like(a), torch.empty_like(own)
-        for part in parts:
+        for part in _chunks(a.shape[0], own.shape[1] * own.shape[2]):
             found = _some_grads(a[part], own[part], None if keep is None else keep[part], grad[part])
             grad_a[part], grad_own[part] = found
     return grad_a, grad_own

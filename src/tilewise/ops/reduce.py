@@ -28,13 +28,13 @@ def reduce_rows(loss_n: Tensor, reduction: str, group_name: str = "") -> Tensor:
     return loss_n.sum() if reduction == "sum" else loss_n.mean()
 
 
-def row_weights(a: Tensor, reduction: str) -> RowWeights:
-    """The weights of a sum or a mean over the rows of ``a``. A mean over no rows is NaN."""
+def row_weights(a: Tensor, reduction: str, *, checked: bool = False) -> RowWeights:
+    """The weights of a sum or a mean over the rows of ``a``. A mean over no rows is NaN. ``checked``: see `Calls`."""
     if reduction == "sum":
         return RowWeights()
     if a.shape[0] == 0:
         return RowWeights(share=math.nan)
-    if holds_numbers(a) or (not torch.compiler.is_compiling() and is_explaining()):
+    if checked or holds_numbers(a) or (not torch.compiler.is_compiling() and is_explaining()):
         return RowWeights(share=1.0 / a.shape[0])
     # A tensor, not a number: a number would make the compiled graph one for this batch size only.
     return RowWeights(each=torch.full(a.shape[:1], 1.0 / a.shape[0], dtype=stat_dtype(a.dtype), device=a.device))

@@ -1,87 +1,91 @@
 """Small batches: a scalar loss from the scores of all pairs at once, with as little work on the host as possible.
 
 A batch of up to a few thousand rows takes longer on the host than on a GPU. So all that depends on sizes, types and
-settings is found once for each kind of call (`find_job`): the route, and a job of the backend. A known call takes one
-lookup.
+settings is found once for each kind of call (`Calls.job`): the route, and a job of the backend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.kernels.backend import SmallJob
+from tilewise.kernels.backend import SmallJob, SmallStatsJob
 from tilewise.kernels.registry import forget_with_backends
 from tilewise.kernels.spec import STATISTICS, GradStats, Needs, Pair, PairSpec, RowWeights
-from tilewise.ops import limits
 from tilewise.ops.call import NO_KEYS, Call, Function, PairKeys, Settings, holds_numbers, needs_of
+from tilewise.ops.limits import forget_with_limits
 from tilewise.ops.operators import PAIR_LOSS, PAIR_STATS
 from tilewise.ops.registered import in_types, nothing_to_do, registered_backward
-from tilewise.ops.strategies import NOTHING, route_of, small_facts, small_job
+from tilewise.ops.strategies import route_of, small_facts, small_job
 from tilewise.options import TileOptions
 
-MOST_KINDS = 1024
 NO_FACTS = (None,) * 6
 NO_GRADIENT = (*(stat.name for stat in STATISTICS if not stat.gradient), "row_shift")
-_jobs: dict[Any, SmallJob | None] = {}
-forget_with_backends(_jobs.clear)
+is_present = functools.partial(operator.is_not, None)
 
 
-def find_job(
-    a: Tensor,
-    b: Tensor | None,
-    scale: Any,
-    bias: Tensor | None,
-    weights: RowWeights | None,
-    keys: PairKeys,
-    spec: PairSpec,
-    options: TileOptions,
-) -> Any:
-    """The `SmallJob` of a call whose strategy is `small`, or without ``weights`` its `SmallStatsJob`; or None.
+class Job(NamedTuple):
+    """The work of one operator call of a loss, in all calls of one key."""
 
-    On a CPU, rows that may be ignored are counted and dropped first, which `strategies` does.
+    place: int  # among the operator calls of the loss
+    spec: PairSpec  # may depend on values, such as whether a target is ignored
+    number: bool  # whether the scale is a number
+    work: SmallJob | SmallStatsJob | None  # None: the strategy is another
+
+
+def forget_jobs_with(clear: Callable[[], None]) -> None:
+    """Call ``clear``, which empties a cache of jobs, whenever backends or limits change."""
+    forget_with_backends(clear)
+    forget_with_limits(clear)
+
+
+class Calls:
+    """The operator calls of one call of a loss.
+
+    ``jobs``: what earlier calls with the same key have found, and this one adds to; None if the call has no key.
+    ``checked``: all that the key determines has been checked, and no argument is converted.
     """
-    row_key, col_key, row_skip, col_skip = keys[:4]
-    number = type(scale) is float
-    key = (
-        spec,
-        options,
-        a.shape,
-        a.dtype,
-        a.device,
-        a.requires_grad,
-        None if b is None else (b.shape, b.requires_grad),
-        number or scale.requires_grad,
-        number,
-        None if bias is None else (bias.stride(0), bias.requires_grad),
-        row_key is None,
-        col_key is None,
-        row_skip is None,
-        col_skip is None,
-        keys.row_scale is None,
-        None if keys.pick is None else keys.pick.shape[1],
-        keys.guide_a is None,
-        None if weights is None else (weights.each is None, weights.square is None, weights.kept),
-        torch.is_grad_enabled(),
-        limits.current(),
-    )
-    try:
-        return _jobs[key]
-    except KeyError:
-        pass
-    if len(_jobs) >= MOST_KINDS:
-        _jobs.clear()
-    scalar, given = weights is not None, weights or RowWeights()
-    settings = Settings(spec, options, "", needs_of(a, b, scale, bias), kept=given.kept)
-    call = Call((a, b, scale, bias), (*keys, given.each, given.square), settings)
-    way, job = route_of(call, scalar=scalar, eager=True), None
-    if way.strategy == "small" and not (spec.drop_rows and a.device.type == "cpu"):
-        job = small_job(way, call.pair(), call, scalar=scalar)
-    _jobs[key] = job
-    return job
+
+    __slots__ = ("checked", "jobs", "place")
+
+    def __init__(self, jobs: list[Job] | None = None, *, checked: bool = False) -> None:
+        self.jobs, self.checked, self.place = jobs, checked, 0
+
+    def job(
+        self,
+        a: Tensor,
+        b: Tensor | None,
+        scale: Any,
+        bias: Tensor | None,
+        weights: RowWeights | None,
+        keys: PairKeys,
+        spec: PairSpec,
+        options: TileOptions,
+    ) -> Any:
+        """The `SmallJob` of the next operator call, or without ``weights`` its `SmallStatsJob`.
+
+        None if its strategy is not `small`. On a CPU, rows that may be ignored are counted and dropped first, which
+        `strategies` does.
+        """
+        place, number = self.place, type(scale) is float
+        self.place = place + 1
+        for known in self.jobs or ():
+            if known.place == place and known.number is number and (known.spec is spec or known.spec == spec):
+                return known.work
+        scalar, given = weights is not None, weights or RowWeights()
+        settings = Settings(spec, options, "", needs_of(a, b, scale, bias), kept=given.kept)
+        call = Call((a, b, scale, bias), (*keys, given.each, given.square), settings)
+        way, work = route_of(call, scalar=scalar, eager=True), None
+        if way.strategy == "small" and not (spec.drop_rows and a.device.type == "cpu"):
+            work = small_job(way, call.pair(), call, scalar=scalar)
+        if self.jobs is not None:
+            self.jobs.append(Job(place, spec, number, work))
+        return work
 
 
 class Rest(NamedTuple):
@@ -106,9 +110,10 @@ class SmallLoss(Function):
         facts = NO_FACTS
         if keys is not NO_KEYS or weights.each is not None or weights.square is not None:
             facts = small_facts(keys[:4], weights)
-        kind = a.device.type
-        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else NOTHING:
-            loss, ctx.once = job.forward(a, b, scale if number is None else number, bias, facts, weights.share)
+        if torch.is_autocast_enabled(a.device.type):
+            with torch.autocast(a.device.type, enabled=False):
+                return SmallLoss.forward(ctx, a, b, scale, bias, rest)
+        loss, ctx.once = job.forward(a, b, scale if number is None else number, bias, facts, weights.share)
         ctx.rest = rest
         ctx.save_for_backward(a, b, scale, bias)
         return loss
@@ -140,15 +145,15 @@ class SmallStats(Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor | None, scale: Any, bias: Tensor | None, rest: Rest) -> Any:
         """The statistics in the order of `wanted_stats`, and the shift; None for one that is not computed."""
+        if torch.is_autocast_enabled(a.device.type):
+            with torch.autocast(a.device.type, enabled=False):
+                return SmallStats.forward(ctx, a, b, scale, bias, rest)
         ctx.rest = rest
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(a, b, scale, bias)
-        kind = a.device.type
-        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else NOTHING:
-            found = rest.job.forward(pair_of(a, b, scale, bias, rest), own_shift=rest.own_shift)
-        values = vars(found)
-        ctx.mark_non_differentiable(*[values[name] for name in NO_GRADIENT if values[name] is not None])
-        return *[values[name] for name in rest.job.names], found.row_shift
+        found = rest.job.forward(pair_of(a, b, scale, bias, rest), own_shift=rest.own_shift).__dict__
+        ctx.mark_non_differentiable(*filter(is_present, map(found.get, NO_GRADIENT)))
+        return *map(found.get, rest.job.names), found["row_shift"]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -205,6 +205,10 @@ def _now(value: Any, values: Values) -> tuple[Any, int]:
 
 def tensor_of(value: Any, values: Values) -> Any:
     """The tensor, tensor descriptor or number that stands for a value in this run."""
+    if value.__class__ is Buffer and value.is_whole:  # nearly all, and it may be None in these values
+        whole = values.tensors[value.place]
+        if whole is not None:
+            return whole.t() if value.transposed else whole
     value, moved = _now(value, values)
     if isinstance(value, Descriptor):
         return TensorDescriptor.from_tensor(_tensor(value.part, moved, values), list(value.block))

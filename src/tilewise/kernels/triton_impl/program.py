@@ -267,7 +267,7 @@ class Program:
 
     def run(self, device: torch.device, *given: Any) -> list[Any]:
         """The outputs, for these tensors and numbers."""
-        values = Values(device, [*given, *(None for _ in range(len(self.buffers) - self.count))], self.template.copy())
+        values = Values(device, [*given, *[None] * (len(self.buffers) - self.count)], self.template.copy())
         tensors, at, on_card = values.tensors, values.at, values.on_card
         for place, value in enumerate(given):
             at[place] = value.data_ptr() if on_card and isinstance(value, torch.Tensor) else value

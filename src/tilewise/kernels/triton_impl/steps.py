@@ -6,6 +6,7 @@ loops run themselves, given the `Values` of a run. ``makes``: whether a step all
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ class Product:
         """All that it reads or writes."""
         return self.out, self.left, self.right
 
-    @property
+    @functools.cached_property
     def kind(self) -> Any:
         """The type of ``out``."""
         buffer = Buffer.under(self.out)
