@@ -109,9 +109,8 @@ class Plan:
             if kind == "vocabulary" and self.sharded_tokens(rows) is None:
                 moves.append("vectors of the rows and the gradient of the hidden states are all-reduced")
             elif kind == "vocabulary":
-                moves.append(
-                    "vectors of the rows are all-reduced, the gradient of the hidden states is reduce-scattered"
-                )
+                moves += ["vectors of the rows are all-reduced"]
+                moves += ["the gradient of the hidden states is reduce-scattered"]
             if rows is not None and rows[i] != self.rows[i]:
                 moves.append("the hidden states are gathered")
             lines.append(f"  {names[i]} ({sizes[i]} ranks)  {kind}: {'; '.join(moves) or 'nothing is sent'}")
