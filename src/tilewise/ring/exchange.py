@@ -165,8 +165,8 @@ class _Works:
                     work.wait(timedelta(seconds=left))
 
 
-# Beginnings of the name of a group: its ranks have different rows, where a loss means equal ones; or they have equal rows,
-# but each needs the gradient of its own tokens only, and the numbers of `TokensGroup` follow.
+# Beginnings of the name of a group: its ranks have different rows, where a loss means equal ones; or they have equal
+# rows, but each needs the gradient of its own tokens only, and the numbers of `TokensGroup` follow.
 ROWS, TOKENS = "rows of ", "tokens "
 _registered: dict[str, Exchange] = {}
 
