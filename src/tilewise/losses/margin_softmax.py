@@ -17,6 +17,7 @@ from tilewise.errors import RangeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.losses.cross_entropy import _check_target, check_head, check_ignore_index
 from tilewise.losses.module import settings_of
+from tilewise.losses.sharded import refused, takes_shards
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns, sum_over_ranks
@@ -28,6 +29,12 @@ SHARDED = PairSpec(row_lse=True, row_picked=True, skip_picked=True, drop_rows=Tr
 SHORTEST = 1e-12  # a shorter vector is divided by this, as in torch.nn.functional.normalize
 
 
+@takes_shards(
+    refused(
+        "Redistribute input and target to [Replicate()] and linear_weight to [Shard(0)], and pass .to_local() of each "
+        "and group=mesh.get_group()"
+    )
+)
 def margin_softmax_loss(
     input: Tensor,
     linear_weight: Tensor,

@@ -68,6 +68,15 @@ def takes_shards(run: Callable[[Callable[..., Any], dict[str, Any]], Any]) -> Ca
     return decorate
 
 
+def refused(advice: str) -> Callable[[Callable[..., Any], dict[str, Any]], Any]:
+    """For `takes_shards`: the loss takes plain tensors only, and ``advice`` says which."""
+
+    def run(loss: Callable[..., Any], values: dict[str, Any]) -> Any:
+        raise ConfigError(f"{loss.__name__} takes plain tensors of this rank, got a DTensor. {advice}")
+
+    return run
+
+
 def _holds_shards(value: Any) -> bool:
     if dataclasses.is_dataclass(value):
         return any(is_sharded(getattr(value, field.name)) for field in dataclasses.fields(value))
