@@ -52,10 +52,10 @@ types: $(READY)
 	$(BIN)/mypy
 
 check: lint types
-	$(BIN)/pytest -q -m "not slow and not group and not gpu and not cards" -n 2
+	$(BIN)/pytest -q -m "not slow and not group and not gpu and not cards" -n 2 --dist worksteal
 
 test: lint types
-	$(BIN)/pytest -q -m "not gpu and not cards" -n 2
+	$(BIN)/pytest -q -m "not gpu and not cards" -n 2 --dist worksteal
 
 test-peers: $(READY)
 	$(BIN)/python tools/peers.py $(PEER_FLAGS)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.search                    on a CUDA device: the three cases, less than a minute
     python -m benchmarks.search --device cpu       on a CPU, with faiss if it is installed. --share 1: all queries
+    python -m benchmarks.search --exact 1000000    only compares indices: so many queries of whole numbers, on a GPU
 
 Prints a line of JSON for each case: the median time of each method in milliseconds, and whether the indices of ours
 are those of a stable sort, for some queries with whole numbers.
@@ -61,12 +62,28 @@ def is_exact(queries: Tensor, gallery: Tensor, k: int) -> bool:
     return torch.equal(tw.nearest(queries, gallery, k).indices, want)
 
 
+def differences(n: int, device: torch.device, m: int = 20000, d: int = 8, k: int = 100) -> int:
+    """In how many queries of whole numbers, with ties everywhere, the indices are not those of a stable sort."""
+    random = torch.Generator().manual_seed(0)
+    queries, gallery = (torch.randint(-2, 3, (rows, d), generator=random).float().to(device) for rows in (n, m))
+    got, wrong = tw.nearest(queries, gallery, k, progress=True).indices, 0
+    rows = max(1, CHUNK[device.type] // (16 * m))  # a sort takes much more memory than its scores
+    for part, found in zip(queries.split(rows), got.split(rows), strict=True):
+        want = (part @ gallery.T).sort(dim=1, descending=True, stable=True).indices[:, :k]
+        wrong += int((found != want).any(1).sum())
+    return wrong
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=tuple(CASES), default="cuda")
     parser.add_argument("--share", type=float, default=0.1, help="of the queries, on a CPU")
+    parser.add_argument("--exact", type=int, default=0, metavar="QUERIES", help="compare indices, and time nothing")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
+    if arguments.exact:
+        print(json.dumps({"queries": arguments.exact, "different": differences(arguments.exact, device)}))
+        return
     for n, m, d, k in CASES[device.type]:
         torch.manual_seed(0)
         n = max(1, int(n * arguments.share)) if device.type == "cpu" else n

@@ -11,6 +11,8 @@ Axes: b sequences, t tokens of a sequence.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -221,3 +223,42 @@ def gspo(
 ) -> Tensor:
     """Group sequence policy optimization: one ratio for each sequence, exp(mean of log_prob - old_log_prob)."""
     return clipped(sequence_mean(log_prob - old_log_prob, valid).exp(), advantage, low, high).mean()
+
+
+# What the sampler kept: K candidate tokens of each token, with `pick=` of `tw.linear_token_stats`
+#
+#     stats = tw.linear_token_stats(hidden, head.weight, tokens, shift=1, pick=candidates.clamp(min=0))
+#     log_prob = truncated(stats.log_prob, stats.picked, candidates[:, 1:] >= 0)
+
+
+def truncated(log_prob: Tensor, picked: Tensor, kept: Tensor) -> Tensor:
+    """Log-probabilities under a sampler that drew from the kept candidates only (top-k, top-p or min-p): (b, t).
+
+        log p(y) - log sum of p over the kept candidates
+
+    Args:
+        log_prob: (b, t), of the tokens, over the whole vocabulary.
+        picked: (b, t, K), likewise of the candidates. Among the kept ones is the token itself.
+        kept: (b, t, K) bool. A token without any is returned as it is.
+    """
+    some = kept.any(-1, keepdim=True)
+    support = torch.where(kept, picked, torch.where(some, -torch.inf, 0.0))
+    return log_prob - torch.where(some[..., 0], support.logsumexp(-1), 0.0)
+
+
+def min_p(picked: Tensor, share: float) -> Tensor:
+    """Which candidates a sampler with this min-p keeps: those with at least ``share`` of the largest probability.
+
+    The candidates include the likeliest token. All that it keeps are among them if it does not keep all of them.
+    """
+    return picked >= picked.amax(-1, keepdim=True) + math.log(share)
+
+
+def centred(log_prob: Tensor, picked: Tensor, sampler_prob: Tensor) -> Tensor:
+    """Score centering: log p(y) - sum_k q_k log p_k, in place of log p(y) in a policy gradient.
+
+    Its gradient has mean zero under the sampler, so a reward that all tokens share moves the policy nowhere.
+    ``sampler_prob``, (b, t, K), is the sampler's probability q of each candidate, 0 for padding, without gradient. If
+    the candidates are not all tokens, what they leave out is not centred.
+    """
+    return log_prob - (sampler_prob * picked).sum(-1)

@@ -9,6 +9,9 @@ import sysconfig
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; test processes run side by side
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two threads beside other tests would wait in loops for each other
+# A child compiles this package where there is no bytecode, as torch has, so the first one writes it for the others.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Ranks talk over the loopback interface, so no name of this machine has to lead anywhere.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 

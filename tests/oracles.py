@@ -215,8 +215,14 @@ def sparse_distillation_dense(
             own_log_p = torch.cat([own_log_p, every[others].logsumexp(0, keepdim=True)])
             log_q = torch.cat([log_q, (1 - log_q.exp().sum(0, keepdim=True)).log()])
         p, q = own_log_p.exp(), log_q.exp()
-        log_ratio = log_q - own_log_p
-        terms = {"forward": q * log_ratio, "reverse": -p * log_ratio, "cross_entropy": -q * own_log_p}
-        losses.append(terms[divergence].sum() if own.any() else every.sum() * 0.0)
+        log_ratio, accepted = log_q - own_log_p, torch.minimum(p, q).sum()
+        found = {
+            "forward": (q * log_ratio).sum(),
+            "reverse": -(p * log_ratio).sum(),
+            "cross_entropy": -(q * own_log_p).sum(),
+            "total_variation": 1 - accepted,
+            "log_acceptance": -accepted.log(),
+        }
+        losses.append(found[divergence] if own.any() else every.sum() * 0.0)
     loss = torch.stack(losses).reshape(here.shape[:-1])
     return loss.sum() / here.any(-1).sum() if reduction == "mean" else reduced(loss, reduction)

@@ -8,12 +8,15 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import runpy
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -65,19 +68,39 @@ def _peak_bytes(target: str, arguments: dict[str, Any]) -> int:
 Command = tuple[dict[str, str], list[str]]  # environment and arguments
 
 
+def start_command(
+    main: Callable[[], object], output: Path, environment: dict[str, str], arguments: list[str]
+) -> BaseProcess:
+    """Start ``main`` with these arguments in a forked process, which writes to the file ``output``."""
+    process = forked().Process(target=_command, args=(main, str(output), environment, arguments))
+    process.start()
+    return process
+
+
 def run_commands(main: Callable[[], object], folder: Path, commands: list[Command]) -> list[tuple[int, str]]:
     """Run ``main`` for each command, side by side. Returns exit codes and outputs."""
     outputs = [folder / f"output-{index}" for index in range(len(commands))]
-    running = [
-        forked().Process(target=_command, args=(main, str(output), *command))
-        for output, command in zip(outputs, commands, strict=True)
-    ]
-    for process in running:
-        process.start()
+    running = [start_command(main, output, *command) for output, command in zip(outputs, commands, strict=True)]
     for process in running:
         process.join(300)
         assert process.exitcode is not None, "a process did not end within 300 s"
     return [(process.exitcode, output.read_text()) for process, output in zip(running, outputs, strict=True)]
+
+
+def run_script() -> None:
+    """Run the script that is the first argument as Python would; for `run_commands`."""
+    del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def rank_environments(world: int) -> list[dict[str, str]]:
+    """The variables that torchrun sets, of each rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
 def _command(main: Callable[[], object], output: str, environment: dict[str, str], arguments: list[str]) -> None:

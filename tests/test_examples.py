@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes import TORCHRUN
+from tests.processes import rank_environments, run_commands, run_script
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -99,11 +97,10 @@ def test_a_student_with_few_captions_learns_more_from_its_teacher(example: Any) 
 @pytest.mark.slow
 @pytest.mark.group
 def test_several_processes_have_the_loss_of_one(tmp_path: Path) -> None:
-    command = [*TORCHRUN, "--nproc-per-node", "2", str(EXAMPLES / "several_processes.py"), "--steps", "1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    losses = re.findall(r"loss ([\d.]+) of 2 ranks, ([\d.]+) in one process", done.stdout)
+    arguments = [str(EXAMPLES / "several_processes.py"), "--steps", "1"]
+    ends = run_commands(run_script, tmp_path, [(environment, arguments) for environment in rank_environments(2)])
+    assert [code for code, _ in ends] == [0, 0], ends
+    losses = re.findall(r"loss ([\d.]+) of 2 ranks, ([\d.]+) in one process", ends[0][1])
     assert len(losses) == 2
     assert all(abs(float(a) - float(b)) <= 2e-4 for a, b in losses)
     assert float(losses[0][0]) > float(losses[1][0])

@@ -15,6 +15,7 @@ from tests.test_retrieval import DEVICES, DTYPES, mask_of, whole_numbers, with_s
 import tilewise as tw
 from tilewise.errors import BackendError, GroupError, RangeError
 from tilewise.retrieval import Nearest
+from tilewise.retrieval import gallery as blocks
 
 
 def dense(queries, gallery, k, *, query_ids=None, gallery_ids=None, exclude=None, below=None):
@@ -60,6 +61,18 @@ def problems(draw):
 def test_equals_a_stable_sort(problem):
     queries, gallery, k, more, side = problem
     assert_same(with_side(side, lambda: tw.nearest(queries, gallery, k, **more)), dense(queries, gallery, k, **more))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whole_numbers_tie_everywhere(seed, monkeypatch):
+    """Sizes at random, of several tiles, strips and blocks. Scores take few values, so nearly every choice is a tie."""
+    random = np.random.default_rng(seed)
+    n, m, d = int(random.integers(1, 800)), int(random.integers(1, 6000)), int(random.integers(1, 6))
+    generator = torch.Generator().manual_seed(seed)
+    queries, gallery = (whole_numbers(generator, rows, d, largest=1 + seed % 2) for rows in (n, m))
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4 * d * int(random.integers(m // 3 + 1, 2 * m + 1)))
+    k = int(random.integers(1, 150))
+    assert_same(tw.nearest(queries, gallery, k), dense(queries, gallery, k))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.9, 1.0])

@@ -48,13 +48,16 @@ def check_options(options: TileOptions | None, *, rows_alone: bool = False) -> T
     return options
 
 
-def check_row_options(options: TileOptions | None, group: Any) -> tuple[TileOptions, str]:
-    """The options and the name of the group, for a loss in which a row does not depend on the other rows."""
+def check_row_options(options: TileOptions | None, group: Any, *, shards: bool = True) -> tuple[TileOptions, str]:
+    """The options and the name of the group, for a loss in which a row does not depend on the other rows.
+
+    ``shards``: whether the group may mean shards of the columns beside equal rows, which keep batch invariance.
+    """
     options, name = check_options(options, rows_alone=True), group_name(group)
-    if options.batch_invariant and name:
+    if options.batch_invariant and name and not shards:
         raise ConfigError(
-            "batch_invariant=True works in one process, got a group: the order of sums over ranks may depend on the "
-            "batch. Pass group=None, or batch_invariant=False"
+            "batch_invariant=True works in one process, or over a group whose ranks have all rows, got a group whose "
+            "ranks have different rows. Pass group=None, or batch_invariant=False"
         )
     return options, name
 

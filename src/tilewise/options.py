@@ -65,10 +65,10 @@ class TileOptions:
             holds so few rows of scores that one pass would be slower.
         batch_invariant: a row's results are bitwise the same whatever other rows are in the batch, however many, and
             wherever the row stands: its loss with reduction="none", its statistics, and its gradient for a given
-            ``grad_output`` of the row. For `linear_cross_entropy`, `linear_token_stats` and `linear_logsumexp` without
-            a group; other losses raise `ConfigError`. The rows are computed in blocks of a fixed size, and the last
-            block is filled up: few rows cost as much as a block. If the columns, the scale or the bias need a gradient,
-            the scores are computed once more.
+            ``grad_output`` of the row. For `linear_cross_entropy` and `linear_token_stats`, also over a group of a
+            fixed size, and for `linear_logsumexp` without a group; other losses raise `ConfigError`. The rows are
+            computed in blocks of a fixed size, and the last block is filled up: few rows cost as much as a block. If
+            the columns, the scale or the bias need a gradient, the scores are computed once more.
 
     >>> TileOptions(workspace_mib=64).backend
     'auto'

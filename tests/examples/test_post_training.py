@@ -197,3 +197,59 @@ def test_policy_gradients(name: str) -> None:
         want = sum(whole) / B
         got = recipes.gspo(stats.log_prob, old, case.advantage, stats.valid, low=low, high=high)
     check(case, got, want)
+
+
+def candidates(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Four candidates of each token, its target among them, which are kept, and log-probabilities of all tokens."""
+    generator = torch.Generator().manual_seed(9)
+    others = (torch.randint(1, V, (B, T, 1), generator=generator) + torch.tensor([0, 5, 9])) % (V - 1) + 1
+    target = case.target.clamp(min=0)[..., None]
+    pick = torch.cat([target, (target + others) % V], -1)  # distinct
+    kept = torch.rand(B, T, 4, generator=generator) > 0.4
+    kept[..., 0] = True
+    return pick, kept, (case.hidden @ case.weight.T).log_softmax(-1)
+
+
+def picked_stats(case: Case, pick: Tensor) -> tw.TokenStats:
+    return tw.linear_token_stats(case.hidden, case.weight, case.target, want=("log_prob",), pick=pick)
+
+
+def test_truncated_support() -> None:
+    case = Case(7)
+    pick, kept, log_p = candidates(case)
+    stats = picked_stats(case, pick)
+    ours = recipes.truncated(stats.log_prob, stats.picked, kept & stats.valid[..., None])
+    total = torch.zeros((), dtype=torch.float64)
+    for b in range(B):
+        for t in case.counted(b):
+            support = pick[b, t][kept[b, t]]
+            total = total + (t + 1) * log_p[b, t][support].log_softmax(0)[0]
+    check(case, (ours * torch.arange(1, T + 1)).sum(), total)
+    assert (ours[~stats.valid] == 0).all()
+
+
+def test_min_p_keeps_what_the_whole_distribution_keeps() -> None:
+    case = Case(8)
+    log_p = (case.hidden @ case.weight.T).log_softmax(-1)
+    pick = log_p.topk(V // 2).indices
+    picked = picked_stats(case, pick).picked
+    for share in (0.02, 0.3):
+        kept, want = recipes.min_p(picked, share), log_p.exp() >= share * log_p.exp().amax(-1, keepdim=True)
+        sure = (case.target != -100) & ~kept.all(-1)
+        assert torch.equal(torch.zeros_like(want).scatter(-1, pick, kept)[sure], want[sure])
+        assert kept[sure].sum() > sure.sum() > 5
+
+
+def test_score_centering_leaves_no_gradient_of_a_shared_reward() -> None:
+    """The mean over all tokens that the sampler may draw is zero, and so is its gradient, whatever the sampler is."""
+    case = Case(9)
+    case.target = torch.zeros_like(case.target)
+    everything = torch.arange(V).expand(B, T, V)
+    q = torch.randn(B, T, V, generator=torch.Generator().manual_seed(2), dtype=torch.float64).softmax(-1)
+    stats = picked_stats(case, everything)
+    mean = sum((q[..., y] * recipes.centred(stats.picked[..., y], stats.picked, q)).sum() for y in range(V))
+    grads = torch.autograd.grad(mean, (case.hidden, case.weight), retain_graph=True)
+    assert all(grad.abs().max() < 1e-12 for grad in grads)
+    log_p = (case.hidden @ case.weight.T).log_softmax(-1)
+    naive = (log_p[..., 0] - (q * log_p).sum(-1)).square().sum()
+    check(case, recipes.centred(stats.log_prob, stats.picked, q).square().sum(), naive)

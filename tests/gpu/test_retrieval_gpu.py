@@ -8,7 +8,8 @@ from tilewise.kernels.registry import choose_scorer
 from tilewise.kernels.torch_impl.ranks import ScoreTile
 from tilewise.kernels.triton_impl.ranks import FusedScorer
 from tilewise.options import TileOptions
-from tilewise.retrieval import retrieval_ranks, retrieval_ranks_both
+from tilewise.retrieval import gallery as blocks
+from tilewise.retrieval import nearest, retrieval_ranks, retrieval_ranks_both
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FUSED, TILES = TileOptions(backend="triton", precision="highest"), TileOptions(backend="torch", precision="highest")
@@ -126,3 +127,29 @@ def test_memory_does_not_grow_with_the_pairs():
     assert (
         torch.cuda.max_memory_allocated() - before < 2**25
     )  # the right answers, gathered, are 8 MiB; scores would be 16 GiB
+
+
+@DTYPES
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_a_gallery_on_the_host_gives_the_bits_of_one_on_the_device(backend, dtype, monkeypatch):
+    """Copied in blocks of 1 MiB, from plain and from pinned memory, with the device's memory bounded."""
+    options = TileOptions(backend=backend, precision="highest", workspace_mib=32)
+    queries, gallery = whole_numbers(1, 600, 72, dtype), features(2, 10**6, 72, dtype)
+    ids = [torch.arange(rows, device="cuda") % 999 for rows in (600, 10**6)]
+    positives = torch.randint(10**6, (600,), generator=torch.Generator("cuda").manual_seed(3), device="cuda")
+    want = nearest(queries, gallery, 50, query_ids=ids[0], gallery_ids=ids[1], options=options)
+    ranks = retrieval_ranks_both(queries, gallery, positives, options=options)
+    host = gallery.cpu()
+    del gallery
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**20)
+    for there in (host, host.pin_memory()):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        got = nearest(queries, there, 50, query_ids=ids[0], gallery_ids=ids[1].cpu(), options=options)
+        assert torch.cuda.max_memory_allocated() - before < 2**26  # the gallery has at least 137 MiB
+        assert torch.equal(got.indices, want.indices)
+        assert torch.equal(got.scores, want.scores)
+        found = retrieval_ranks_both(queries, there, positives, options=options)
+        assert torch.equal(found.query_to_gallery, ranks.query_to_gallery)
+        assert torch.equal(found.gallery_to_query, ranks.gallery_to_query)

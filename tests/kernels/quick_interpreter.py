@@ -2,12 +2,16 @@
 
 The interpreter patches the language again for every call of a helper, folds a custom reduction number by number, makes
 a table of all types whenever it needs one of them, and looks for integer overflows only to discard what it finds (its
-option `debug` is off). Here a module is patched once per launch, slices are folded, types are remembered, and overflows
-are not looked for. Results are the same.
+option `debug` is off). Every operation computes the type and the shape of its result anew, as objects of the language.
+Here a module is patched once per launch, slices are folded, types and shapes are remembered, and overflows are not
+looked for. Results are the same.
 """
+
+import inspect
 
 import numpy as np
 import pytest
+import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
@@ -41,6 +45,40 @@ def keep_masks_boolean() -> None:
     interpreter.InterpreterBuilder.create_splat = create_splat
 
 
+def remember_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the type of a block and the shape of a tensor once for all that are equal."""
+    plain_block, plain_tensor, plain_broadcast = (
+        tl.block_type.__init__,
+        tl.tensor.__init__,
+        TritonSemantic.broadcast_impl_value,
+    )
+    blocks, shapes = {}, {}
+
+    def block_type(self, element_ty, shape):
+        key = element_ty.name, *(getattr(side, "value", side) for side in shape)
+        if key not in blocks:
+            plain_block(self, element_ty, shape)
+            blocks[key] = vars(self).copy()
+        vars(self).update(blocks[key])
+
+    def tensor(self, handle, type):
+        if type.name not in shapes:
+            plain_tensor(self, handle, type)
+            shapes[type.name] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[type.name]
+
+    def broadcast(self, lhs, rhs):
+        one, other = lhs.type, rhs.type
+        if one.is_block() and other.is_block() and list(one.shape) == list(other.shape):
+            return lhs, rhs
+        return plain_broadcast(self, lhs, rhs)
+
+    monkeypatch.setattr(tl.block_type, "__init__", block_type)
+    monkeypatch.setattr(tl.tensor, "__init__", tensor)
+    monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast)
+
+
 def make_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the test ends."""
     patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, {}
@@ -54,6 +92,15 @@ def make_quick(monkeypatch: pytest.MonkeyPatch) -> None:
         patched.clear()
         return launch(self, *args, **kwargs)
 
+    builtins = {}
+
+    def patch_builtins(owner, *how):
+        if owner not in builtins:  # the first launch finds them all unpatched
+            builtins[owner] = [name for name, member in inspect.getmembers(owner) if tl.core.is_builtin(member)]
+        for name in builtins[owner]:
+            if tl.core.is_builtin(member := getattr(owner, name)):
+                interpreter._patch_attr(owner, name, member, *how)
+
     plain_type, types = interpreter._get_np_dtype, {}
 
     def remembered_type(kind):
@@ -64,5 +111,7 @@ def make_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_get_np_dtype", remembered_type)
     monkeypatch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *_: None)
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    monkeypatch.setattr(interpreter, "_patch_builtin", patch_builtins)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_afresh)
     monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", fold_slices)
+    remember_shapes(monkeypatch)

@@ -69,6 +69,31 @@ def test_one_row_far_from_the_shift_sets_the_repair_flag(away):
     assert_close(got.b, pair.scale.double() * g.T @ pair.a.double(), 2e-5, "b")
 
 
+def test_exponentials_of_a_shard_serve_the_sums_over_all_shards():
+    """Over a vocabulary group: the log-sum-exp of backward is that of all ranks, whose columns may be far larger."""
+    pair = pair_of(48, 700, 32)
+    shards = []
+    for first, last in ((0, 400), (400, 700)):
+        part = dataclasses.replace(pair, b=pair.b[first:last], bias=pair.bias[first:last] + first / 80, col_start=first)
+        shards.append((part, *BACKEND.forward_saving(part, SPEC, OPTIONS)))
+    merged = shards[0][1].merge(shards[1][1])
+    whole = dataclasses.replace(pair, bias=torch.cat([part.bias for part, *_ in shards]))
+    stats = BACKEND.forward(whole, SPEC, OPTIONS)
+    assert_close(merged.row_lse, stats.row_lse, 1e-6, "lse")
+    grad = incoming_gradients(stats)
+    want = BACKEND.backward(whole, stats, grad, NEEDS, SPEC, OPTIONS)
+    job = grad, NEEDS, SPEC, OPTIONS
+    parts = []
+    for part, _, held in shards:
+        assert held is not None
+        assert held.end > 0
+        memory = held.memory
+        parts.append(BACKEND.backward(part, merged, *job, grad_dtype=torch.float32, saved=held))
+        assert parts[-1].b.data_ptr() == memory.data_ptr(), "the saved exponentials were used"
+    assert_close(parts[0].a + parts[1].a, want.a, 1e-5, "a")
+    assert_close(torch.cat([parts[0].b, parts[1].b]), want.b, 1e-5, "b")
+
+
 COMING = {
     "tiny": lambda lse, pos: (lse * 1e-25, pos * 1e-25),
     "huge": lambda lse, pos: (lse * 1e20, pos * 1e20),

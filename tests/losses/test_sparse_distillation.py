@@ -16,7 +16,8 @@ import tilewise as tw
 from tilewise.errors import ConfigError, DtypeError, GradientError, GroupError, RangeError, ShapeError
 
 pytestmark = pytest.mark.usefixtures("nan_filled_empty", "small_tiles")
-DIVERGENCES, TAILS = ("forward", "reverse", "cross_entropy"), ("ignore", "renormalize", "bucket")
+DIVERGENCES = ("forward", "reverse", "cross_entropy", "total_variation", "log_acceptance")
+TAILS = ("ignore", "renormalize", "bucket")
 CLASSES = 43
 
 
@@ -80,7 +81,7 @@ def test_gradcheck(divergence, tail):
         y = SimpleNamespace(hidden=hidden, head=head, scale=scale, bias=bias, ids=x.ids, t=x.t)
         return ours(y, divergence=divergence, tail=tail, mask=x.mask, reduction="none")
 
-    assert torch.autograd.gradcheck(loss, leaves(x), eps=1e-6, atol=1e-8, rtol=1e-6)
+    assert torch.autograd.gradcheck(loss, leaves(x), eps=1e-6, atol=1e-8, rtol=1e-6, fast_mode=True)
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
@@ -108,6 +109,33 @@ def test_all_classes_are_a_dense_divergence():
         assert_close(ours(x, tail=tail, divergence="reverse", reduction="none"), want, 1e-12)
 
 
+def test_the_acceptance_of_a_draft_model():
+    """With all classes, the exact one; the acceptance of a few is between that of "ignore" and that of "bucket"."""
+    x = problem(classes=9)
+    t = torch.randn(4, 7, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64).log_softmax(-1)
+    s = (x.scale * x.hidden @ x.head.T + x.bias).log_softmax(-1)
+    variation = (s.exp() - t.exp()).abs().sum(-1) / 2
+    x.ids, x.t = torch.arange(9).expand(4, 7, 9), t
+    assert_close(ours(x, divergence="total_variation", reduction="none"), variation, 1e-12)
+    x.t, x.ids = t.topk(4)
+    most, least = (ours(x, divergence="total_variation", tail=tail, reduction="none") for tail in ("ignore", "bucket"))
+    assert (least <= variation + 1e-12).all()
+    assert (most >= variation - 1e-12).all()
+    assert (most - least).max() > 0.05
+    cut = t.masked_fill(t < x.t[..., 3:], -torch.inf).log_softmax(-1)  # the target model samples from its 4 best
+    exact = (s.exp() - cut.exp()).abs().sum(-1) / 2
+    assert_close(ours(x, divergence="total_variation", tail="renormalize", reduction="none"), exact, 1e-12)
+
+
+def test_a_teacher_without_probability_is_never_accepted():
+    x = problem(classes=9)
+    x.ids, x.t = torch.tensor([[[2, 5]]]).expand(4, 7, 2), torch.full((4, 7, 2), -torch.inf)
+    assert (ours(x, divergence="total_variation", reduction="none") == 1).all()
+    assert (ours(x, divergence="log_acceptance", reduction="none") == torch.inf).all()
+    grads = torch.autograd.grad(ours(x, divergence="total_variation"), leaves(x))
+    assert all((grad == 0).all() for grad in grads)
+
+
 def test_one_certain_class_is_cross_entropy():
     x = problem()
     target = torch.where(x.mask, x.ids.amax(-1), -100)
@@ -117,6 +145,7 @@ def test_one_certain_class_is_cross_entropy():
     )
     for tail in ("ignore", "renormalize"):
         assert_close(ours(x, tail=tail, divergence="cross_entropy"), want, 1e-13)
+        assert_close(ours(x, tail=tail, divergence="log_acceptance"), want, 1e-13)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)

@@ -133,7 +133,7 @@ class VirtualExchange(Exchange):
         self.hub.send(next_rank(self.rank, self.world), message)
         return _Transfer(self, message, list(receive))
 
-    def sum_(self, values: Tensor) -> None:
+    def sum_(self, values: Tensor, *, in_order: bool = False) -> None:
         """Sum in rank order, so that all ranks get the same bits."""
         if values.is_cuda:
             torch.cuda.current_stream(values.device).synchronize()
@@ -144,6 +144,12 @@ class VirtualExchange(Exchange):
         if values.is_cuda:
             torch.cuda.current_stream(values.device).synchronize()
         self.hub.gather(self.rank, None)
+
+    def scatter_sum(self, values: Tensor) -> Tensor:
+        """The part of this rank of the sum."""
+        total = values.clone()
+        self.sum_(total)
+        return total[self.rank]
 
     def refuses(self, device: torch.device) -> str | None:
         """None: memory is shared on every device."""

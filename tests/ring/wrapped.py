@@ -26,6 +26,7 @@ class Counted:
         self.hops: list[int] = []
         self.types: set[torch.dtype] = set()
         self.gathers = self.reduced_bytes = 0
+        self.orders: set[bool] = set()
 
     @property
     def sent(self) -> int:
@@ -40,9 +41,14 @@ class Counted:
         self.types |= {part.dtype for part in send}
         return self.inner.shift(send, receive)
 
-    def sum_(self, values: Tensor) -> None:
+    def sum_(self, values: Tensor, *, in_order: bool = False) -> None:
         self.reduced_bytes += values.numel() * values.element_size()
-        self.inner.sum_(values)
+        self.orders.add(in_order)
+        self.inner.sum_(values, in_order=in_order)
+
+    def scatter_sum(self, values: Tensor) -> Tensor:
+        self.reduced_bytes += values[0].numel() * values.element_size()
+        return self.inner.scatter_sum(values)
 
     def refuses(self, device: torch.device) -> str | None:
         return self.inner.refuses(device)

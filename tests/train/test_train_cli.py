@@ -326,12 +326,11 @@ def test_a_first_argument_that_is_too_long_for_a_file_is_read_as_a_setting(tmp_p
         invoke("train", "x" * 300)
 
 
-def test_names_that_are_too_long_are_one_sentence():
-    program = PROGRAM.format(arguments=["evaluate", "x" * 300])
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600)
-    assert json.loads(done.stdout.splitlines()[-1])[0] == 1
-    assert done.stderr.startswith("tilewise: ")
-    assert len(done.stderr.splitlines()) == 1
+def test_names_that_are_too_long_are_one_sentence(run_main):
+    code, _, errors = run_main("evaluate", "x" * 300)
+    assert code == 1
+    assert errors.startswith("tilewise: ")
+    assert errors.count("\n") == 1
 
 
 def test_help_is_quick_to_read_and_names_the_commands():

@@ -1,17 +1,18 @@
 """Several ranks have the loss curve of one process with the same global batch."""
 
 import gc
+import itertools
 import os
-import socket
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch.distributed as dist
-from tests.processes import run_commands
+from tests.processes import rank_environments, run_commands
 from tests.train.small_icons import write_small_icons
 
-from tilewise.train import cli
+from tilewise.train import cli, update
 from tilewise.train.config import load_config
 from tilewise.train.loop import train
 from tilewise.train.run_folder import RunFolder
@@ -24,12 +25,6 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def train_alone(folder, overrides):
     assert train(load_config(None, [*SETTINGS, f"output.folder={folder}", *overrides])).finished
     return [line for line in RunFolder(folder).read_metrics() if line["kind"] == "train"]
@@ -39,9 +34,7 @@ def rank_commands(world, folder, overrides):
     """Environment (that of torchrun) and arguments of each rank."""
     (folder / "start.toml").write_text("")
     arguments = ["train", str(folder / "start.toml"), *SETTINGS, *overrides]
-    common = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [{"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
-    return [(common | rank, arguments) for rank in ranks]
+    return [(environment, arguments) for environment in rank_environments(world)]
 
 
 def train_ranks(world, folder, overrides):
@@ -121,6 +114,36 @@ def test_one_rank_speaks_and_no_rank_ends_in_a_traceback(tmp_path):
     assert "cannot write to the run's folder" in ends[0][1]
     assert "the first rank cannot use output.folder" in ends[1][1]
     assert not any("Traceback" in output for _, output in ends)
+
+
+def die_in_step_four():
+    """Rank 1 is killed in its fourth step, after its gradients: rank 0 waits for it in a collective."""
+    clip, steps = update.clip_gradients, itertools.count(1)
+
+    def deadly(parameters, limit):
+        if next(steps) == 4 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return clip(parameters, limit)
+
+    update.clip_gradients = deadly
+    cli.main()
+
+
+@pytest.mark.group
+def test_a_killed_rank_is_one_sentence_and_the_next_start_has_the_same_result(tmp_path):
+    """As under ``torchrun --max-restarts``, which ends the other ranks and starts all of them again."""
+    settings = [f"data.path={write_small_icons(tmp_path / 'small.zip')}", f"output.folder={tmp_path / 'two'}"]
+    whole = train_alone(tmp_path / "one", settings[:1])
+    (_, output), (killed, _) = run_commands(die_in_step_four, tmp_path, rank_commands(2, tmp_path, settings))
+    assert killed == -signal.SIGKILL
+    assert "rank 0 stops, because another rank has ended" in " ".join(output.split())
+    assert "The same command continues from the last checkpoint" in " ".join(output.split())
+    assert "Traceback" not in output
+    for code, output in run_commands(cli.main, tmp_path, rank_commands(2, tmp_path, settings)):
+        assert code == 0, output
+    lines = [line for line in RunFolder(tmp_path / "two").read_metrics() if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=2e-5)
 
 
 def count_what_holds_the_group():

@@ -2,10 +2,7 @@
 
 import io
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -14,11 +11,12 @@ import torch
 import webdataset
 from PIL import Image
 from rich.console import Console
+from tests.processes import start_command
 from tests.train.small_icons import write_small_icons
 from tests.train.small_weights import write_clip
 
 from tilewise.errors import CheckpointError, ConfigError, DataError
-from tilewise.train import held_out, loop, run_state, step_memory
+from tilewise.train import cli, held_out, loop, run_state, step_memory
 from tilewise.train.checkpoint import list_checkpoints, step_name
 from tilewise.train.config import load_config
 from tilewise.train.diverged import DivergedError
@@ -309,24 +307,23 @@ def start(folder, *overrides):
     folder.mkdir(exist_ok=True)
     (folder / "start.toml").write_text("")
     settings = [*SMALL, f"output.folder={folder}", *overrides]
-    command = [sys.executable, "-m", "tilewise.train.cli", "train", str(folder / "start.toml"), *settings]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    arguments = ["train", str(folder / "start.toml"), *settings]
+    return start_command(cli.main, folder / "output", {"OMP_NUM_THREADS": "1"}, arguments)
 
 
-def finish(process, limit=900):
-    output, _ = process.communicate(timeout=limit)
-    return process.returncode, output
+def finish(process, folder, limit=900):
+    process.join(limit)
+    return process.exitcode, (folder / "output").read_text()
 
 
 def wait_for_step(folder, process, step, limit=900):
     end = time.monotonic() + limit
-    while time.monotonic() < end and process.poll() is None:
+    while time.monotonic() < end and process.is_alive():
         if any(line["step"] >= step for line in RunFolder(folder).read_metrics()):
             return
         time.sleep(0.05)
     process.kill()
-    raise AssertionError(f"the run did not reach step {step}: {finish(process)}")
+    raise AssertionError(f"the run did not reach step {step}: {finish(process, folder)}")
 
 
 @pytest.mark.slow
@@ -336,16 +333,16 @@ def test_kill_9_and_sigterm_in_a_real_process(tmp_path):
     train(small(whole, *often))
     killed = start(cut, *often)
     wait_for_step(cut, killed, 7)
-    killed.send_signal(signal.SIGKILL)
-    finish(killed)
+    killed.kill()
+    assert finish(killed, cut)[0] == -signal.SIGKILL
     stopped = start(cut, *often)
     wait_for_step(cut, stopped, 15)
-    stopped.send_signal(signal.SIGTERM)
-    code, output = finish(stopped)
+    stopped.terminate()
+    code, output = finish(stopped, cut)
     assert code == 143, output
     assert "saved" in output
     reached = list_checkpoints(cut / "checkpoints")[-1].name
     assert reached == step_name(lines(cut)[-1]["step"])  # saved at the step at which it stopped
-    code, output = finish(start(cut, *often))
+    code, output = finish(start(cut, *often), cut)
     assert code == 0, output
     assert lines(cut) == lines(whole)

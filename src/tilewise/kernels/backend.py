@@ -204,6 +204,7 @@ class Backend:
 
         ``grad_dtype`` is the type of the feature gradients, by default that of the features. A ring, which sums the
         gradients of many blocks, passes float32. ``saved`` is the object of `forward_saving`; it can be used only once.
+        With it, the gradient of the columns may be in the type of the features whatever ``grad_dtype`` is.
         """
         raise NotImplementedError
 

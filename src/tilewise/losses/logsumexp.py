@@ -45,7 +45,9 @@ def linear_logsumexp(
     >>> linear_logsumexp(torch.zeros(1, 3), torch.ones(4, 3)).item() == torch.tensor(4.0).log().item()
     True
     """
-    options, name = (options or DEFAULT_OPTIONS, "") if calls.checked else _check.check_row_options(options, group)
+    options, name = (
+        (options or DEFAULT_OPTIONS, "") if calls.checked else _check.check_row_options(options, group, shards=False)
+    )
     if not calls.checked:
         a, b = _check.check_sides(("a", "b"), a, b)
     factor = _check.check_scalar("scale", scale, a, rows="multiply the rows of a by it")

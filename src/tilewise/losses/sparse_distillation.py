@@ -32,7 +32,7 @@ from tilewise.ops.distributed.collectives import same_rows, shard_of_columns
 from tilewise.ops.small import Calls
 from tilewise.options import TileOptions, check_choice
 
-Divergence = Literal["forward", "reverse", "cross_entropy"]
+Divergence = Literal["forward", "reverse", "cross_entropy", "total_variation", "log_acceptance"]
 Tail = Literal["ignore", "renormalize", "bucket"]
 LARGEST_TOTAL = 1.05  # of a token's teacher probabilities: log-probabilities that were stored in bfloat16 are rounded
 
@@ -80,6 +80,8 @@ def linear_sparse_distillation_loss(
         forward = (t.exp() * (t - s)).sum(-1)        # KL(teacher || student)
         reverse = (s.exp() * (s - t)).sum(-1)        # KL(student || teacher)
         cross_entropy = -(t.exp() * s).sum(-1)
+        acceptance = torch.minimum(s.exp(), t.exp()).sum(-1)  # of a draft model (the student) by its target model
+        total_variation = 1 - acceptance;  log_acceptance = -acceptance.log()
 
     The student's probabilities are exact: their softmax is over the whole vocabulary, whatever ``tail`` is.
 
@@ -91,12 +93,14 @@ def linear_sparse_distillation_loss(
             the CPU; on a GPU it counts twice.
         teacher_log_probs: (..., K), natural logarithms of the teacher's probabilities, at the same temperature. Without
             gradient. Those of padding may be anything.
-        divergence: see above. The gradient of "cross_entropy" is that of "forward".
+        divergence: see above. The gradient of "cross_entropy" is that of "forward". The last two are for draft models
+            of speculative decoding; see docs/sparse-teachers.md.
         tail: how the teacher's probability outside of the K ids is treated. "ignore" leaves it out. "renormalize"
             divides the K probabilities by their sum. "bucket" compares it with the student's other probability, as one
             class. The student's is the sum over its other classes, accurate however small it is. The teacher's is 1
             less the sum of its K probabilities, at least machine epsilon (1.2e-7 for float32). "reverse" depends on
             the student's probability outside of the ids only with "bucket"; ``filter_tolerance`` has no effect there.
+            The acceptance over the whole vocabulary is at least that of "ignore" and at most that of "bucket".
         linear_bias: (V,).
         mask: (...) bool, True for tokens that count.
         reduction: "mean" is over the tokens that count, NaN if there are none. "none" returns 0 for the others.
@@ -193,6 +197,13 @@ def _divergence(s: Tensor, t: Tensor, here: Tensor, counted: Tensor, divergence:
     if tail == "renormalize":
         total = t.logsumexp(1, keepdim=True)
         t = t - torch.where(total == -torch.inf, 0.0, total)
+    if divergence in ("total_variation", "log_acceptance"):
+        both = torch.minimum(s, t)
+        known = both != -torch.inf  # NaN stays
+        some = known.any(1)
+        both = torch.where(known, both, torch.where(some, -torch.inf, 0.0)[:, None])
+        accepted = torch.where(some, both.logsumexp(1), -torch.inf)
+        return -accepted if divergence == "log_acceptance" else -torch.expm1(accepted)
     if divergence == "reverse":
         known = s != -torch.inf  # NaN stays
         s = torch.where(known, s, 0.0)

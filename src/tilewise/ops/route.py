@@ -85,7 +85,7 @@ def _route(
     plain = type(shape.rows) is int and type(shape.picks) is int
     backend = in_blocks((choose_backend if plain else choose_backend.__wrapped__)(shape, spec, options), options)
     if over_group:
-        return Route("two_pass", "over a group every block is computed twice", backend)
+        return Route("two_pass", "over a group the statistics of all ranks come first", backend)
     if options.batch_invariant:
         return Route("two_pass", "batch_invariant=True: blocks of rows have a fixed size", backend)
     if options.filter_tolerance == 0.0 and _why_not_small(shape, spec, options, backend, limits, scalar) is None:

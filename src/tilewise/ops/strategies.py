@@ -93,7 +93,9 @@ def find_stats(call: Call, pair: Pair, way: Route, *, eager: bool) -> Found:
             fewer = pair if rows is None else rows.of_pair(pair)
             settings = call.settings
             how = settings.options, group_name, needs, settings.must_match
-            found = Found(ring_forward(fewer, spec, *how, rows_given=pair.a.shape[0]))
+            save = eager and may_save(needs, spec)
+            stats, saved = ring_forward(fewer, spec, *how, rows_given=pair.a.shape[0], save=save)
+            found = Found(stats, saved=saved)
         else:
             found = _without_group(call, pair, rows, way, eager=eager)
         return found if rows is None else found._replace(stats=rows.scatter_back(found.stats), rows=rows)
@@ -187,7 +189,9 @@ def stats_backward(
         if group_name:
             from tilewise.ops.distributed.ring_stats import ring_backward
 
-            grads = ring_backward(Backward(pair, stats, grad, needs, spec, options), group_name, rows_given=rows_given)
+            job = Backward(pair, stats, grad, needs, spec, options)
+            kept = None if rows is None else rows.index
+            grads = ring_backward(job, group_name, rows_given=rows_given, kept=kept, saved=found.saved)
         elif small is not None:
             grads = small_job(small, pair, call, scalar=False).backward(pair, grad, needs)
         else:

@@ -17,9 +17,10 @@ from tilewise.kernels import ranks as kernel
 from tilewise.kernels.registry import choose_scorer
 from tilewise.options import TileOptions
 from tilewise.retrieval.checks import check_features, check_ids, check_index, check_not_excluded
+from tilewise.retrieval.gallery import Work, visit_gallery, visit_own
 from tilewise.retrieval.progress import Progress, check_progress, reporter
 from tilewise.ring.agree import agree, propagate_errors
-from tilewise.ring.blocks import Field, Merge, Tensors, Work, rotate_blocks
+from tilewise.ring.blocks import Field, Merge, Tensors
 from tilewise.ring.exchange import Exchange, find_exchange
 from tilewise.ring.schedule import Shards
 
@@ -120,9 +121,9 @@ class RankingCall:
             block.update(score=best.score, index=best.index)
         counts = torch.zeros(len(rows), queries.shape[0], device=queries.device, dtype=torch.int64)
 
-        def count(owner: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        def count(first: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
             cols = _answers_of_best(kernel.Best(block["score"], block["index"]), scorer) if self.both else None
-            row_counts, col_counts = scorer.count_better(self._block(owner, block, excluded, advance), rows, cols)
+            row_counts, col_counts = scorer.count_better(self._block(first, block, excluded, advance), rows, cols)
             counts.add_(row_counts)
             return None if col_counts is None else {"count": col_counts}
 
@@ -130,7 +131,7 @@ class RankingCall:
         home = self._visit(block, count, accumulators, lambda held, added: held["count"].add_(added["count"]))
         index = torch.stack([answers.index for answers in rows]) if rows else counts
         ranks = torch.where(index < 0, -1, counts).T.contiguous()
-        back = self.gallery.new_zeros(0, dtype=torch.int64)
+        back = counts.new_zeros(0)
         if best is not None:
             back = torch.where(best.index == kernel.NO_INDEX, -1, home["count"])
         return BothRanks(ranks[:, 0] if self.flat else ranks, back)
@@ -143,8 +144,8 @@ class RankingCall:
         index = torch.empty(0) if self.index is None else self.index.T.contiguous()
         scores = torch.full(index.shape, torch.inf, device=mine.score.device, dtype=mine.score.dtype)
 
-        def find(owner: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
-            pairs = self._block(owner, block, excluded, advance)
+        def find(first: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
+            pairs = self._block(first, block, excluded, advance)
             best = kernel.no_best(pairs.items.shape[0], scorer) if self.both else None
             if self.ids is not None:
                 scorer.find_best(pairs, self.ids[0], block["ids"], mine, best)
@@ -157,7 +158,7 @@ class RankingCall:
 
         block = {"gallery": self.gallery} if self.ids is None else {"gallery": self.gallery, "ids": self.ids[1]}
         if self.paired:  # all answers are in this rank's own block
-            found = find(self.shards.rank, block) or {}
+            found = visit_own(block, self.queries.device, find, self.shards.col_start(self.shards.rank))
         else:
             accumulators = [Field("score", mine.score.dtype), Field("index", torch.int64)] if self.both else []
             found = self._visit(block, find, accumulators, lambda held, added: kernel.Best(**held).merge_(**added))
@@ -168,15 +169,13 @@ class RankingCall:
         return rows, kernel.Best(found["score"].clone(), found["index"].clone()) if self.both else None
 
     def _visit(self, block: Tensors, work: Work, accumulators: list[Field], merge: Merge) -> dict[str, Tensor]:
-        """Run ``work`` on the gallery block of every rank, and return the merged accumulators of this rank's block."""
-        exchange, cols = self.exchange, self.shards.cols
-        return rotate_blocks(exchange, cols, block, work, accumulators=accumulators, merge=merge)
+        """Run ``work`` on the gallery blocks of all ranks, and return the merged accumulators of this rank's items."""
+        return visit_gallery(self.exchange, self.shards, block, self.queries.device, work, accumulators, merge)
 
     def _block(
-        self, owner: int, block: dict[str, Tensor], excluded: kernel.Excluded | None, advance: kernel.Advance | None
+        self, first: int, block: dict[str, Tensor], excluded: kernel.Excluded | None, advance: kernel.Advance | None
     ) -> kernel.Block:
-        """All queries of this rank and the gallery items of one rank."""
-        first = self.shards.col_start(owner)
+        """All queries of this rank and a block of gallery items, the first of which has the index ``first``."""
         return kernel.Block(self.queries, block["gallery"], self.shards.row_start, first, excluded, advance)
 
 

@@ -50,13 +50,14 @@ def check_features(queries: Tensor, gallery: Tensor, *, over_group: bool = False
             "queries and gallery must have one type: float16, bfloat16, float32 or float64, got "
             f"{queries.dtype} and {gallery.dtype}. Convert {how}"
         )
-    check_device(("queries", "gallery"), queries, gallery)
+    if over_group or not streams(queries, gallery):
+        check_device(("queries", "gallery"), queries, gallery)
     if queries.is_meta:
         raise DeviceError(
             "queries and gallery need values to be ranked, got tensors on the meta device. Use another device"
         )
     check_has_float64("queries", queries)
-    (low_q, high_q), (low_g, high_g) = torch.stack([_ends(queries), _ends(gallery)]).tolist()
+    (low_q, high_q), (low_g, high_g) = torch.stack([_ends(queries), _ends(gallery).to(queries.device)]).tolist()
     top_q, top_g = max(-low_q, high_q), max(-low_g, high_g)
     # The values of other ranks are unknown. If q * q and g * g do not overflow on any rank, no q * g does.
     largest = (top_q * top_q, top_g * top_g) if over_group else (top_q * top_g,)
@@ -70,6 +71,11 @@ def check_features(queries: Tensor, gallery: Tensor, *, over_group: bool = False
             "queries and gallery must be finite, and no score may overflow, but queries lie in "
             f"[{low_q}, {high_q}] and gallery in [{low_g}, {high_g}]. {how}"
         )
+
+
+def streams(queries: Tensor, gallery: Tensor) -> bool:
+    """Whether the gallery is on the host and the queries are on a GPU. It is then copied block by block."""
+    return gallery.device.type == "cpu" and queries.device.type == "cuda"
 
 
 def _ends(features: Tensor) -> Tensor:
@@ -144,8 +150,9 @@ def check_ids(
                 f"{reshape_advice(ids, features.shape[0])}"
             )
         check_integers(name, ids, NUMBERED)
-        check_device((name, "the features"), ids, features)
-    return query_ids.long(), gallery_ids.long()
+        if not streams(queries, ids):
+            check_device((name, "the features"), ids, queries)
+    return query_ids.to(queries.device).long(), gallery_ids.to(queries.device).long()
 
 
 def _given(argument: Tensor | None) -> str:

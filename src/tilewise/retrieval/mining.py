@@ -130,7 +130,8 @@ def mine_hard_negatives(
 
     Args:
         queries: (n, d), float16, bfloat16, float32 or float64.
-        gallery: (m, d), same type and device. Normalize both outside for cosine scores.
+        gallery: (m, d), same type and device. Normalize both outside for cosine scores. It may stay on the CPU, as in
+            `nearest`.
         positives: gallery indices of the right answers, (n,) or (n, p) padded with -1, or a bool mask (n, m). None:
             item i answers query i.
         query_ids, gallery_ids: (n,) and (m,) integers. Items with the query's id are no candidates either.

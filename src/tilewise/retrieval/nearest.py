@@ -17,9 +17,9 @@ from tilewise.kernels import ranks as kernel
 from tilewise.kernels.registry import choose_searcher
 from tilewise.options import TileOptions
 from tilewise.retrieval.checks import check_features, check_ids, check_index
+from tilewise.retrieval.gallery import visit_gallery
 from tilewise.retrieval.progress import Progress, check_progress, reporter
 from tilewise.ring.agree import agree, propagate_errors
-from tilewise.ring.blocks import rotate_blocks
 from tilewise.ring.exchange import find_exchange
 
 
@@ -56,7 +56,9 @@ def nearest(
 
     Args:
         queries: (n, d), float16, bfloat16, float32 or float64.
-        gallery: (m, d), same type and device. Normalize both outside for cosine scores.
+        gallery: (m, d), same type and device. Normalize both outside for cosine scores. A gallery that is larger than
+            the memory of the GPU may stay on the CPU, in one process, and may be a memory-mapped file. It is read in
+            blocks.
         k: how many items to find for each query.
         query_ids, gallery_ids: (n,) and (m,) integers. An item with the query's id is left out.
         exclude: (n,) or (n, e) gallery indices padded with -1: items that are left out for that query. Or a bool mask,
@@ -118,13 +120,13 @@ def nearest(
         found = kernel.no_nearest(n, k, searcher)
         below_n = None if limit is None else limit.to(searcher.dtype)
 
-        def visit(owner: int, block: dict[str, Tensor]) -> None:
-            pair = kernel.Block(queries, block["gallery"], shards.row_start, shards.col_start(owner), excluded, advance)
+        def visit(first: int, block: dict[str, Tensor]) -> None:
+            pair = kernel.Block(queries, block["gallery"], shards.row_start, first, excluded, advance)
             row_ids = None if ids is None else ids[0]
             searcher.find_nearest(pair, kernel.Unwanted(row_ids, block.get("ids"), below_n), found)
 
         block = {"gallery": gallery} if ids is None else {"gallery": gallery, "ids": ids[1]}
-        rotate_blocks(exchange, shards.cols, block, visit)
+        visit_gallery(exchange, shards, block, device, visit)
     return Nearest(found.score, found.index.masked_fill_(found.index == kernel.NO_INDEX, -1))
 
 

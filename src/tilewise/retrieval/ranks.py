@@ -43,7 +43,8 @@ def retrieval_ranks(
 
     Args:
         queries: (n, d), float16, bfloat16, float32 or float64.
-        gallery: (m, d), same type and device. Normalize both outside for cosine scores.
+        gallery: (m, d), same type and device. Normalize both outside for cosine scores. It may stay on the CPU, as in
+            `nearest`.
         positives: the gallery index of the right answer(s). None: item i answers query i. (n,): one per query.
             (n, p): several per query, ranked separately, rows padded with -1. An index of -1 means no answer; its
             rank is -1. A bool mask, (n, m), is converted to such indices in ascending order; p is the largest number

@@ -34,7 +34,13 @@ from tilewise.kernels.spec import (
 )
 from tilewise.kernels.tensors import COL_TENSORS, ROW_TENSORS
 from tilewise.ops.budget import column_chunk, sized
-from tilewise.ops.distributed.vocab_parallel import merged_forward, summed_backward
+from tilewise.ops.distributed.vocab_parallel import (
+    local_backward,
+    local_forward,
+    merged_forward,
+    sum_rows,
+    summed_backward,
+)
 from tilewise.options import TileOptions
 from tilewise.ring.agree import agree
 from tilewise.ring.blocks import Field, rotate_blocks
@@ -56,21 +62,22 @@ def ring_forward(
     must_match: str = "",
     *,
     rows_given: int | None = None,
-) -> Stats:
+    save: bool = False,
+) -> tuple[Stats, object | None]:
     """Statistics of this rank's rows over all columns, and of its columns over all rows.
 
     ``must_match``: the loss's own settings, which must be equal on every rank. ``rows_given``: the number of rows
     before ignored ones were dropped. The default workspace depends on it, and on the largest shard of the columns.
+    ``save``: also return what `Backend.forward_saving` does, where the columns stay on their rank.
     """
     exchange = find_exchange(group_name)
     if exchange.world == 1:
-        options = _sized(options, pair, spec, needs, rows_given)
-        return choose_backend(pair.shape, spec, options).forward(pair, spec, options)
+        return local_forward(pair, spec, _sized(options, pair, spec, needs, rows_given), save=save)
     shards = _agree(exchange, "forward", pair, spec, options, needs, must_match)
     options = _sized(options, pair, spec, needs, rows_given, max(shards.cols))
     pair = _placed(pair, spec, shards)
     if spec.same_rows:
-        return merged_forward(exchange, pair, spec, options)
+        return merged_forward(exchange, pair, spec, options, save=save)
     total, of_columns = Stats(), _column_stats(spec)
 
     def work(owner: int, block: dict[str, Tensor]) -> Mapping[str, Tensor] | None:
@@ -86,23 +93,32 @@ def ring_forward(
 
     accumulators = [Field(name, torch.float64) for name in of_columns]
     home = rotate_blocks(exchange, shards.cols, _payload(pair), work, accumulators=accumulators, merge=_merge_stats)
-    return dataclasses.replace(total, **home).rounded(pair.stat_dtype)
+    return dataclasses.replace(total, **home).rounded(pair.stat_dtype), None
 
 
-def ring_backward(job: Backward, group_name: str, *, rows_given: int | None = None) -> Grads:
+def ring_backward(
+    job: Backward,
+    group_name: str,
+    *,
+    rows_given: int | None = None,
+    kept: Tensor | None = None,
+    saved: object | None = None,
+) -> Grads:
     """Gradients of this rank's rows over all columns, and of its columns over all rows; the caller rounds them.
+
+    ``kept``: which of the rows given these are; None for all.
 
     The gradient of the scale is this rank's share (its own rows); with ``same_rows`` it is whole on every rank.
     """
     exchange = find_exchange(group_name)
     pair, stats, grad, needs, spec, options = job = job._replace(grad=_fill(job.grad, job.spec, job.pair))
     if exchange.world == 1:
-        job = job._replace(options=_sized(options, pair, spec, needs, rows_given))
-        return choose_backend(pair.shape, spec, options).backward(*job)
+        return local_backward(job._replace(options=_sized(options, pair, spec, needs, rows_given)), saved=saved)
     shards = _agree(exchange, "backward", pair, spec, options, needs)
     pair, options = _placed(pair, spec, shards), _sized(options, pair, spec, needs, rows_given, max(shards.cols))
     if spec.same_rows:
-        return summed_backward(exchange, job._replace(pair=pair, options=options))
+        job, rows = job._replace(pair=pair, options=options), rows_given or pair.a.shape[0]
+        return summed_backward(exchange, job, lambda grad: sum_rows(exchange, grad, job, group_name, rows, kept), saved)
     of_columns = _column_stats(spec)
     grad_a: Tensor | None = None  # those of the rows and of the scale stay here
     scale = torch.zeros((), dtype=torch.float64, device=pair.a.device)

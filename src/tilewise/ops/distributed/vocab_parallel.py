@@ -2,26 +2,47 @@
 
 forward    the statistics of all ranks, vectors, are gathered and merged in rank order
 backward   dA and dscale are summed over the ranks;   dB and dbias of a shard stay on its rank
+
+As in one process, forward may save exponentials of columns, so that the scores are not computed again. With
+``batch_invariant`` each rank computes blocks of rows of a fixed size, and dA is summed in rank order: an all-reduce
+chooses its algorithm, and with it the order, by the size of the tensor.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilewise.kernels.registry import choose_backend
 from tilewise.kernels.spec import Backward, Grads, Pair, PairSpec, Stats, wanted_stats
+from tilewise.ops.row_blocks import block_rows, in_blocks
 from tilewise.options import TileOptions
 from tilewise.ring.blocks import Guard
-from tilewise.ring.exchange import Exchange
+from tilewise.ring.exchange import TOKENS, Exchange
 
 
-def merged_forward(exchange: Exchange, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
-    """Row statistics over the shards of all ranks, bitwise the same on every rank."""
+def local_forward(pair: Pair, spec: PairSpec, options: TileOptions, *, save: bool) -> tuple[Stats, object | None]:
+    """The statistics over this rank's columns, and with ``save`` what `Backend.forward_saving` saved."""
+    backend = in_blocks(choose_backend(pair.shape, spec, options), options)
+    return backend.forward_saving(pair, spec, options) if save else (backend.forward(pair, spec, options), None)
+
+
+def local_backward(job: Backward, **more: Any) -> Grads:
+    """The gradients over this rank's columns."""
+    return in_blocks(choose_backend(job.pair.shape, job.spec, job.options), job.options).backward(*job, **more)
+
+
+def merged_forward(
+    exchange: Exchange, pair: Pair, spec: PairSpec, options: TileOptions, *, save: bool
+) -> tuple[Stats, object | None]:
+    """Row statistics over the shards of all ranks, bitwise the same on every rank, and what this rank saved."""
     guard = Guard()  # if this rank fails, it still takes part in the all-reduce, with NaN, and raises afterwards
-    local = guard.run(lambda: choose_backend(pair.shape, spec, options).forward(pair, spec, options))
+    local, saved = guard.run(lambda: local_forward(pair, spec, options, save=save)) or (None, None)
     wanted = wanted_stats(spec)
     # An all-gather as one all-reduce: every rank fills its own part of zeros.
     vectors = sum(pair.shape.picks if stat.of_picks else 1 for stat in wanted)
@@ -30,7 +51,7 @@ def merged_forward(exchange: Exchange, pair: Pair, spec: PairSpec, options: Tile
         mine.fill_(torch.nan) if local is None else mine.copy_(getattr(local, stat.name))
     exchange.sum_(gathered)
     guard.check()
-    return _merge(gathered, spec, pair.stat_dtype)
+    return _merge(gathered, spec, pair.stat_dtype), saved
 
 
 def _split(values: torch.Tensor, spec: PairSpec) -> list[torch.Tensor]:
@@ -58,21 +79,47 @@ def _merge(gathered: torch.Tensor, spec: PairSpec, dtype: torch.dtype) -> Stats:
     return Stats(**{s.name: getattr(merged, s.name).to(torch.int64 if s.integer else dtype, copy=True) for s in wanted})
 
 
-def summed_backward(exchange: Exchange, job: Backward) -> Grads:
+def sum_rows(
+    exchange: Exchange, grad: Tensor, job: Backward, group_name: str, rows: int, kept: Tensor | None
+) -> Tensor:
+    """The gradient of the rows, summed over the ranks; with a `TokensGroup` of this rank's tokens, else zeros.
+
+    ``kept``: which of all ``rows`` these are; None for all.
+    """
+    if job.options.batch_invariant:
+        for part in grad.split(block_rows(grad.device, job.options)):
+            exchange.sum_(part, in_order=True)
+        return grad
+    if not group_name.startswith(TOKENS) or rows == 0:
+        exchange.sum_(grad)
+        return grad
+    tokens, inner, each = map(int, group_name.split(" of ")[0].removeprefix(TOKENS).split())
+    every = grad if kept is None else grad.new_zeros((rows, grad.shape[1])).index_copy_(0, kept, grad)
+    every = every.view(-1, tokens, inner * grad.shape[1])
+    parts = every.new_zeros((exchange.world, len(every), each, every.shape[2]))
+    owned = [slice(min(rank * each, tokens), min((rank + 1) * each, tokens)) for rank in range(exchange.world)]
+    for part, own in zip(parts, owned, strict=True):
+        part[:, : own.stop - own.start] = every[:, own]
+    own = owned[exchange.rank]
+    mine = exchange.scatter_sum(parts)[:, : own.stop - own.start]
+    found = torch.zeros_like(every)
+    found[:, own] = mine
+    found = found.view(rows, grad.shape[1])
+    return found if kept is None else found[kept]
+
+
+def summed_backward(
+    exchange: Exchange, job: Backward, sum_rows: Callable[[Tensor], Tensor], saved: object | None = None
+) -> Grads:
     """Gradients of this rank's shard, from the statistics of all. Those of rows and scale are summed over the ranks."""
     pair, needs = job.pair, job.needs
-
-    def work() -> Grads:
-        backend = choose_backend(pair.shape, job.spec, job.options)
-        return backend.backward(*job, grad_dtype=pair.stat_dtype)
-
     guard = Guard()  # if this rank fails, it still takes part in the all-reduces, with NaN, and raises afterwards
-    grads = guard.run(work)
+    grads = guard.run(lambda: local_backward(job, grad_dtype=pair.stat_dtype, saved=saved))
     if grads is None:
         nan = torch.full((), torch.nan, dtype=pair.stat_dtype, device=pair.a.device)
         grads = Grads(a=nan.expand(pair.a.shape).clone() if needs.a else None, scale=nan if needs.scale else None)
     if grads.a is not None:
-        exchange.sum_(grads.a)
+        grads.a = sum_rows(grads.a)
     scale = None if grads.scale is None else grads.scale.double()
     if scale is not None:
         exchange.sum_(scale)

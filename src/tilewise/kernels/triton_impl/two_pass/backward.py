@@ -125,7 +125,9 @@ class Backward:
         self.row_step, self.col_step = self._macro()
         # Exponentials serve the gradients of log-sum-exps; saved scores serve all.
         serves = self.guided or ("grad_row" in more and not self.spec.softplus and not needs.bias)
-        in_place = self.need_b and grad_dtype == scores.dtype and self.row_step >= self.n
+        # The gradient of the columns then lies in the memory of ``saved``, in the type of the features.
+        self.col_dtype = grad_dtype if saved is None else scores.dtype
+        in_place = self.need_b and self.col_dtype == scores.dtype and self.row_step >= self.n
         self.saved = saved if serves and in_place else None
         self.factors: RowFactors | None = None
         self.bias: Bias | None = None
@@ -261,7 +263,8 @@ class Backward:
 
     def _sum(self, name: str, rows: int, **how: Any) -> GradientSum:
         """The gradient of one side; ``how``: see `GradientSum`."""
-        return GradientSum(self.scores, name, rows, self.grad_dtype, block=self.row_step, factor=self.outside, **how)
+        dtype = self.grad_dtype if name == "dA" else self.col_dtype
+        return GradientSum(self.scores, name, rows, dtype, block=self.row_step, factor=self.outside, **how)
 
     def _without_factor(self, dots: Buffer, name: str) -> Buffer:
         """The sum of ``dots`` divided by the factor of G: (). Half of it if each pair was counted twice."""

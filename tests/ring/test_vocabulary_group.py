@@ -1,0 +1,123 @@
+"""A classifier whose classes are sharded over ranks that have the same rows: the whole engine, over virtual ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tests.compare import assert_close
+from tests.ring.crew import Crew, crew  # noqa: F401
+from tests.ring.virtual import run_virtual
+from tests.ring.wrapped import wrapped
+from torch import Tensor
+
+import tilewise as tw
+from tilewise.kernels.torch_impl.backend import TorchBackend
+from tilewise.ring.exchange import find_exchange
+
+SHARDS = (40, 0, 33)
+
+
+def shard(value: Tensor, group: Any) -> Tensor:
+    return value.split(SHARDS)[group.rank()].clone().requires_grad_()
+
+
+class Saving(TorchBackend):
+    """Forward saves a token, which backward must get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = 0
+
+    def forward_saving(self, pair: Any, spec: Any, options: Any) -> tuple[Any, object]:
+        return self.forward(pair, spec, options), (self, pair.col_start)
+
+    def backward(self, pair: Any, *args: Any, saved: object = None, **more: Any) -> Any:
+        self.used += saved == (self, pair.col_start)
+        return super().backward(pair, *args, **more)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_what_forward_saves_is_used_by_backward(with_bias):
+    """Saved exponentials are one product less. With a bias nothing is saved: its gradient needs all of G."""
+    backend = Saving()
+
+    def work(group: Any) -> int:
+        hidden, head = torch.randn(9, 8, requires_grad=True), shard(torch.randn(73, 8), group)
+        bias = shard(torch.randn(73), group) if with_bias else None
+        tw.linear_cross_entropy(hidden, head, torch.arange(9), linear_bias=bias, group=group).backward()
+        return backend.used
+
+    with mock.patch("tilewise.ops.distributed.vocab_parallel.choose_backend", return_value=backend):
+        run_virtual(3, work)
+    assert backend.used == (0 if with_bias else 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_every_batch(dtype):
+    random = torch.Generator().manual_seed(4)
+    hidden, head = (torch.randn(n, 24, generator=random).to(dtype) for n in (301, 73))
+    target, coming = torch.randint(73, (301,), generator=random), torch.randn(301, generator=random)
+    target[::7] = -100
+    options = tw.TileOptions(batch_invariant=True)
+
+    def results(rows: Tensor, group: Any) -> dict[str, Tensor]:
+        a, c = hidden[rows].requires_grad_(), shard(head, group) if group else head.clone().requires_grad_()
+        how = {"group": group, "options": options}
+        loss = tw.linear_cross_entropy(a, c, target[rows], reduction="none", **how)
+        (grad,) = torch.autograd.grad((loss * coming[rows]).sum(), a)
+        stats = tw.linear_token_stats(a.detach(), c.detach(), target[rows], want=("entropy", "log_prob"), **how)
+        return {"loss": loss.detach(), "grad": grad, "entropy": stats.entropy, "log_prob": stats.log_prob}
+
+    everything, some = torch.arange(301), torch.tensor([290, 3, 15, 4])
+
+    def work(group: Any) -> Any:
+        with wrapped(group) as (name, counted):
+            found = results(everything, name), results(some, name)
+            assert counted.orders == {False, True}  # statistics in any order, and the gradient in rank order
+            return found
+
+    for whole, few in run_virtual(3, work):
+        for key, value in results(everything, None).items():
+            assert_close(whole[key], value, 1e-5 if dtype == torch.float32 else 8e-3, key)
+            assert torch.equal(few[key], whole[key][some]), key
+            assert few[key].any()
+
+
+def sums(group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    mine = torch.randn(3, 5, generator=torch.Generator().manual_seed(group.rank()))
+    exchange, ordered, plain = find_exchange(group.group_name), mine.clone(), mine.clone()
+    exchange.sum_(ordered, in_order=True)
+    exchange.sum_(plain)
+    return mine, ordered, plain
+
+
+@pytest.mark.group
+def test_a_sum_in_rank_order_over_processes(crew: Crew):  # noqa: F811
+    found = crew.run(sums)
+    want = found[0][0]
+    for mine, *_ in found[1:]:
+        want = want + mine
+    for _, ordered, plain in found:
+        assert torch.equal(ordered, want)
+        assert_close(plain, want, 1e-6, "all-reduce")
+
+
+def test_backward_sends_the_gradient_of_the_rows_and_a_number():
+    tokens, width = 12, 64
+
+    def work(group: Any) -> tuple[int, int]:
+        hidden, head = torch.randn(tokens, width, requires_grad=True), shard(torch.randn(73, width), group)
+        scale, target = torch.tensor(0.5, requires_grad=True), torch.arange(tokens)
+        target[3] = -100
+        with wrapped(group) as (name, counted):
+            loss = tw.linear_cross_entropy(hidden, head, target, logit_scale=scale, group=name)
+            forward = counted.reduced_bytes
+            loss.backward()
+            return counted.sent, counted.reduced_bytes - forward
+
+    for sent, reduced in run_virtual(3, work):
+        assert sent == 0
+        assert reduced == (tokens - 1) * width * 4 + 8  # not of the ignored row; and the scale, in float64
