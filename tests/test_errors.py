@@ -93,6 +93,7 @@ RAISED_ELSEWHERE = {
     "integrations/trl.py": "tests/integrations/test_trl*.py",
     "kernels/triton_impl/launch.py:compiled_launch": "tests/kernels/test_launch.py",
     "kernels/registry.py:choose_backend": "tests/losses/test_batch_invariant.py",
+    "losses/entry.py:other": "tests/test_sharded_arguments.py",
     "losses/sharded": "tests/test_sharded_arguments.py",
     "losses/nt_xent.py:_over_shards": "tests/test_sharded_arguments.py",
     "ops/distributed/dtensors.py": "tests/test_sharded_arguments.py",

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tilewise as tw
-from tilewise.errors import ConfigError, DtypeError
+from tilewise.errors import ConfigError, DtypeError, GroupError
 from tilewise.ops import limits
 from tilewise.ops.distributed import dtensors
 from tilewise.ring.exchange import GroupExchange
@@ -329,6 +329,9 @@ def check_refusals(group: Any) -> None:
             ConfigError,
             "Pass the numbers of this rank's keys",
         ),
+        (lambda: tw.pair_stats(rows, rows), ConfigError, r"Redistribute all of them to \[Shard\(0\)\], and pass"),
+        (lambda: tw.margin_softmax_loss(rows, plain, ids), ConfigError, r"linear_weight to \[Shard\(0\)\], and pass"),
+        (lambda: tw.nt_xent(rows, queue=plain), ConfigError, r"Pass features.to_local\(\) and"),
         (lambda: tw.nt_xent(rows, decoupled=True), ConfigError, r"Pass features.to_local\(\) and"),
         (
             lambda: tw.supcon_loss(plain, labels),
@@ -347,6 +350,68 @@ def check_refusals(group: Any) -> None:
 
 def test_refusals_say_what_to_do(crew: Crew):  # noqa: F811
     crew.run(check_refusals)
+
+
+def check_advice(group: Any) -> None:
+    """What the refusals of `pair_stats` and `margin_softmax_loss` advise, and Matryoshka: one process, in float64."""
+    mesh, draw = init_device_mesh("cpu", (RANKS,)), torch.Generator().manual_seed(2)
+    a, b = (torch.randn(8, 6, generator=draw, dtype=torch.float64) for _ in range(2))
+    ids = torch.arange(8).flip(0)
+
+    def gradients(call: Callable[[Tensor, Tensor], Tensor], sides: list[Any]) -> list[Tensor]:
+        leaves = [side.detach().requires_grad_() for side in sides]
+        call(*leaves).backward()
+        return [leaf.grad.full_tensor() if isinstance(leaf.grad, DTensor) else leaf.grad for leaf in leaves]
+
+    def shards(*placements: Any) -> list[Any]:
+        return [distribute_tensor(x, mesh, [placed]) for x, placed in zip((a, b), placements, strict=True)]
+
+    def own(x: Any) -> Tensor:
+        return x.to_local() if isinstance(x, DTensor) else x
+
+    how, world = {"group": mesh.get_group()}, dist.get_world_size()
+    target = ids.chunk(world)[dist.get_rank()]
+    matryoshka = tw.Matryoshka(tw.ClipLoss(), [3, 6])
+    cases: list[tuple[Callable[..., Tensor], Callable[..., Tensor], list[Any]]] = [
+        (
+            lambda x, y: tw.pair_stats(own(x), own(y), target=target, **how).logsumexp.square().sum(),
+            lambda x, y: tw.pair_stats(x, y, target=ids).logsumexp.square().sum(),
+            shards(Shard(0), Shard(0)),
+        ),
+        (
+            lambda x, y: tw.margin_softmax_loss(own(x), own(y), ids, **how),
+            lambda x, y: tw.margin_softmax_loss(x, y, ids),
+            shards(Replicate(), Shard(0)),
+        ),
+        (lambda x, y: matryoshka(x, y, 2.0), lambda x, y: matryoshka(x, y, 2.0), shards(Shard(0), Shard(0))),
+    ]
+    for call, dense, sides in cases:
+        for got, want in zip(gradients(call, sides), gradients(dense, [a, b]), strict=True):
+            assert_close(got, want, 1e-11, "gradient")
+
+
+def check_sub_mesh(group: Any) -> None:
+    """The ranks 0 and 2, and 1 and 3: each pair has a classifier of its own. Ranks that disagree raise on both."""
+    mesh, draw = init_device_mesh("cpu", (2, 2), mesh_dim_names=("far", "near"))["far"], torch.Generator()
+    draw.manual_seed(dist.get_rank() % 2)
+    hidden, head = (torch.randn(n, D, generator=draw, dtype=torch.float64) for n in (5, V))
+    target, want = torch.randint(V, (5,), generator=draw), head.clone().requires_grad_()
+    tw.linear_cross_entropy(hidden, want, target).backward()
+    for rows, ring_head in ((Shard(0), 0), (Shard(0), 2**30), (Replicate(), 0)):
+        x, y = (distribute_tensor(value, mesh, [rows]) for value in (hidden, target))
+        shard = distribute_tensor(head, mesh, [Shard(0)]).requires_grad_()
+        with limits.changed(ring_head=ring_head):
+            tw.linear_cross_entropy(x, shard, y).backward()
+            assert_close(shard.grad.full_tensor(), want.grad, 1e-12, f"{rows}, {ring_head}")
+            if ring_head == 0:  # the shards are not gathered
+                smoothing = 0.1 if mesh.get_local_rank() == 0 else 0.2
+                with pytest.raises(GroupError, match=r"disagree on loss: label_smoothing=0\.1 on rank 0 but "):
+                    tw.linear_cross_entropy(x, shard, y, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("check", [check_advice, check_sub_mesh])
+def test_other_meshes_and_losses(crew: Crew, check):  # noqa: F811
+    crew.run(check)
 
 
 def check_explain(group: Any) -> None:

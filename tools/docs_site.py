@@ -29,7 +29,14 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=inde
 LINK = re.compile(r"(?P<text>\[[^\]]*\]\()(?P<target>[^)\s]+)\)")
 DRAWING = re.compile(r"^!\[(?P<alt>[^\]]*)\]\((?P<target>[^)\s]*drawings/[^)\s]+\.svg)\)$", re.MULTILINE)
 # Pages that the search shows before and after the others. Decisions and results explain, but answer few questions.
-SEARCH = {"which-loss.md": 4, "decisions/*": 0.3, f"{COPIED}/*": 0.3, "benchmarks.md": 0.5}
+# A page about one loss comes before the recipes that build it from statistics.
+SEARCH = {
+    "which-loss.md": 4,
+    "losses/pair_stats.md": 0.5,
+    "decisions/*": 0.05,
+    f"{COPIED}/*": 0.3,
+    "benchmarks.md": 0.5,
+}
 PAGE_STYLE = re.compile(r"<style>.*?</style>\s*", re.DOTALL)
 
 

@@ -154,3 +154,17 @@ def rank_with_half_of_the_batch(rank: int, path: str) -> None:
 def test_data_parallel_and_fully_sharded(tmp_path):
     """Installed before or after wrapping. A head whose weight is freed before the loss, without shards, is an error."""
     run_ranks(rank_with_half_of_the_batch, (str(tmp_path / "store"),), 2)
+
+
+def test_a_head_that_transformers_has_sharded_is_refused():
+    """Its forward gathers the logits of all classes; a marked input would not survive it."""
+    model = Model()
+    forward = model.head.forward
+
+    def tp_forward(hidden):
+        return forward(hidden)
+
+    tp_forward.__module__ = "transformers.distributed.tensor_parallel"
+    model.head.forward = tp_forward
+    with pytest.raises(ConfigError, match=r"sharded by transformers \(tp_plan\).*linear_cross_entropy\(DTensor"):
+        use_linear_cross_entropy(model)

@@ -105,6 +105,7 @@ MODULES = {
     "InfoNCELoss": ("temperature", lambda s: tw.InfoNCELoss(temperature=s), lambda m: m(X, X.roll(1, 0))),
     "NTXentLoss": ("temperature", lambda s: tw.NTXentLoss(temperature=s), lambda m: m(X)),
     "SupConLoss": ("temperature", lambda s: tw.SupConLoss(temperature=s), lambda m: m(X, Y)),
+    "SoftInfoNCELoss": ("temperature", lambda s: tw.SoftInfoNCELoss(temperature=s), lambda m: m(X, X.roll(1, 0))),
     "LinearCrossEntropyLoss": (
         "logit_scale",
         lambda s: tw.LinearCrossEntropyLoss(logit_scale=s, weight=torch.arange(1.0, 7.0)),

@@ -109,7 +109,7 @@ def test_the_plan_in_words():
     assert "rows: classifier shards move around a ring with their float32 gradients" in text
     text = words(plan(["S1", "S0"], ["R", "S1"], features=2), "R S1", "S1 S0")
     assert "features: the classifier is gathered once per pass, and each rank keeps its part of the gradient" in text
-    assert "are all-reduced; the hidden states are gathered" in text
+    assert "gradient of the hidden states is reduce-scattered; the hidden states are gathered" in text
     text = words(plan_pairs({"a": ["S0", "R"]}), "S0 R", None)
     assert "rows: blocks of columns move around a ring with their gradients" in text
     assert "replicated: nothing is sent" in text

@@ -18,6 +18,7 @@ from tests.ring.crew import Crew, crew  # noqa: F401
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import tilewise as tw
@@ -218,6 +219,41 @@ def test_heads_over_sharded_tensors_equal_one_process(crew: Crew, shape):  # noq
                     got, placements = found[layout][name][key]
                     assert_close(got, want, 1e-12, f"{layout}, {name}, {key}")
                     assert placements == str(expected(name, str(key), want, rows, columns)), (layout, name, key)
+
+
+def shifted(x: Tensors) -> Any:
+    return cross_entropy(x, shift=1, return_lse=True)
+
+
+def run_sequence_parallel(group: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """A loss with its gradients, and the collectives of forward and backward."""
+    mesh = init_device_mesh("cpu", (4,))
+    x = head_shards(mesh, [S1], [S0], head_tensors())
+    got = {key: whole(value) for key, value in results(shifted, x).items()}
+    counts: dict[str, int] = {}
+    leaf = x["hidden"].detach().requires_grad_()
+    with CommDebugMode() as forward:
+        loss = tw.linear_cross_entropy(leaf, x["weight"], head_tensors()["target"])
+    with CommDebugMode() as backward:
+        loss.backward()
+    for phase, mode in (("forward", forward), ("backward", backward)):
+        counts |= {f"{phase} {str(name).split('.')[-1]}": n for name, n in mode.get_comm_counts().items() if n}
+    return got, counts
+
+
+def test_sequence_parallel_gathers_once_and_reduce_scatters_once(crew: Crew):  # noqa: F811
+    """`allgather_` is that of the small numbers by which the ranks compare their calls."""
+    want = results(shifted, head_tensors())
+    for got, counts in crew.run(run_sequence_parallel):
+        for key, value in want.items():
+            assert_close(got[key], value, 1e-12, str(key))
+        assert counts == {
+            "forward allgather_": 3,
+            "forward all_gather_into_tensor": 1,  # the hidden states
+            "forward allreduce_": 2,  # the targets' scores, and the statistics
+            "backward allgather_": 1,
+            "backward _reduce_scatter_base_": 1,  # their gradient
+        }
 
 
 PAIR_LAYOUTS: dict[str, tuple[tuple[int, ...], list[Any]]] = {

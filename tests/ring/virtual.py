@@ -145,6 +145,12 @@ class VirtualExchange(Exchange):
             torch.cuda.current_stream(values.device).synchronize()
         self.hub.gather(self.rank, None)
 
+    def scatter_sum(self, values: Tensor) -> Tensor:
+        """The part of this rank of the sum."""
+        total = values.clone()
+        self.sum_(total)
+        return total[self.rank]
+
     def refuses(self, device: torch.device) -> str | None:
         """None: memory is shared on every device."""
         return None

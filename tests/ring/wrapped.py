@@ -46,6 +46,10 @@ class Counted:
         self.orders.add(in_order)
         self.inner.sum_(values, in_order=in_order)
 
+    def scatter_sum(self, values: Tensor) -> Tensor:
+        self.reduced_bytes += values[0].numel() * values.element_size()
+        return self.inner.scatter_sum(values)
+
     def refuses(self, device: torch.device) -> str | None:
         return self.inner.refuses(device)
 

@@ -1,7 +1,9 @@
 """Several ranks have the loss curve of one process with the same global batch."""
 
 import gc
+import itertools
 import os
+import signal
 import subprocess
 import sys
 
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from tests.processes import rank_environments, run_commands
 from tests.train.small_icons import write_small_icons
 
-from tilewise.train import cli
+from tilewise.train import cli, update
 from tilewise.train.config import load_config
 from tilewise.train.loop import train
 from tilewise.train.run_folder import RunFolder
@@ -112,6 +114,36 @@ def test_one_rank_speaks_and_no_rank_ends_in_a_traceback(tmp_path):
     assert "cannot write to the run's folder" in ends[0][1]
     assert "the first rank cannot use output.folder" in ends[1][1]
     assert not any("Traceback" in output for _, output in ends)
+
+
+def die_in_step_four():
+    """Rank 1 is killed in its fourth step, after its gradients: rank 0 waits for it in a collective."""
+    clip, steps = update.clip_gradients, itertools.count(1)
+
+    def deadly(parameters, limit):
+        if next(steps) == 4 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return clip(parameters, limit)
+
+    update.clip_gradients = deadly
+    cli.main()
+
+
+@pytest.mark.group
+def test_a_killed_rank_is_one_sentence_and_the_next_start_has_the_same_result(tmp_path):
+    """As under ``torchrun --max-restarts``, which ends the other ranks and starts all of them again."""
+    settings = [f"data.path={write_small_icons(tmp_path / 'small.zip')}", f"output.folder={tmp_path / 'two'}"]
+    whole = train_alone(tmp_path / "one", settings[:1])
+    (_, output), (killed, _) = run_commands(die_in_step_four, tmp_path, rank_commands(2, tmp_path, settings))
+    assert killed == -signal.SIGKILL
+    assert "rank 0 stops, because another rank has ended" in " ".join(output.split())
+    assert "The same command continues from the last checkpoint" in " ".join(output.split())
+    assert "Traceback" not in output
+    for code, output in run_commands(cli.main, tmp_path, rank_commands(2, tmp_path, settings)):
+        assert code == 0, output
+    lines = [line for line in RunFolder(tmp_path / "two").read_metrics() if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=2e-5)
 
 
 def count_what_holds_the_group():

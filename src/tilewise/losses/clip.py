@@ -57,7 +57,8 @@ def clip_loss(
     >>> round(clip_loss(x, x, 1.0).item(), 4)
     0.7437
     """
-    options, name, a, b = options or DEFAULT_OPTIONS, "", image_features, text_features
+    name, a, b = "", image_features, text_features
+    options = DEFAULT_OPTIONS if options is None else options
     if not calls.checked:
         _check.check_reduction(reduction)
         options, name = _check.check_options(options), _check.group_name(group)

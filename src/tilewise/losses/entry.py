@@ -76,7 +76,7 @@ def entry(shards: Run | None = None) -> Callable[[Callable[Concatenate[Calls, P]
                     f"{loss.__name__} takes a DTensor outside of torch.compile only. Compile the model without the "
                     "loss, or pass the plain tensors of this rank and group="
                 )
-            return shards(plain, values)
+            return shards(functools.wraps(loss)(plain), values)
 
         of_loss = inspect.signature(loss)
         call.__signature__ = of_loss.replace(parameters=[*of_loss.parameters.values()][1:])  # type: ignore[attr-defined]

@@ -106,7 +106,8 @@ def info_nce(
     >>> round(info_nce(x, x, -x, temperature=1.0).item(), 4)
     1.2068
     """
-    options, group_name, a, b, negatives = options or DEFAULT_OPTIONS, "", query, positive_key, negative_keys
+    group_name, a, b, negatives = "", query, positive_key, negative_keys
+    options = DEFAULT_OPTIONS if options is None else options
     if not calls.checked:
         _check.check_reduction(reduction)
         options, group_name = _check.check_options(options), _check.group_name(group)

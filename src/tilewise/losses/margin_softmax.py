@@ -18,6 +18,7 @@ from tilewise.kernels.spec import PairSpec
 from tilewise.losses.cross_entropy import _check_target, check_head, check_ignore_index
 from tilewise.losses.entry import entry
 from tilewise.losses.module import settings_of
+from tilewise.losses.sharded import refused
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import Function, PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns, sum_over_ranks
@@ -30,7 +31,12 @@ SHARDED = PairSpec(row_lse=True, row_picked=True, skip_picked=True, drop_rows=Tr
 SHORTEST = 1e-12  # a shorter vector is divided by this, as in torch.nn.functional.normalize
 
 
-@entry()
+@entry(
+    refused(
+        "Redistribute input and target to [Replicate()] and linear_weight to [Shard(0)], and pass .to_local() of each "
+        "and group=mesh.get_group()"
+    )
+)
 def margin_softmax_loss(
     calls: Calls,
     input: Tensor,

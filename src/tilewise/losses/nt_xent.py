@@ -92,7 +92,8 @@ def nt_xent(
     >>> round(nt_xent(torch.eye(2).repeat(2, 1)).item(), 4)
     0.2395
     """
-    options, name, z = options or DEFAULT_OPTIONS, "", features
+    name, z = "", features
+    options = DEFAULT_OPTIONS if options is None else options
     if not calls.checked:
         _check.check_reduction(reduction)
         options, name = _check.check_options(options), _check.group_name(group)

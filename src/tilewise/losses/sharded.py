@@ -20,6 +20,15 @@ from tilewise.ops.distributed.sharded import Plan, plan_pairs
 from tilewise.ops.explain import note_plan
 
 
+def refused(advice: str) -> Callable[[Callable[..., Any], dict[str, Any]], Any]:
+    """For `entry`: the loss takes plain tensors only, and ``advice`` says which."""
+
+    def run(loss: Callable[..., Any], values: dict[str, Any]) -> Any:
+        raise ConfigError(f"{loss.__name__} takes plain tensors of this rank, got a DTensor. {advice}")
+
+    return run
+
+
 @dataclass(frozen=True)
 class Pairs:
     """The arguments of a contrastive loss: ``rows`` are sharded along their rows, the features first."""

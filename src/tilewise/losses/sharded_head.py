@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from tilewise.errors import ConfigError, DtypeError
 from tilewise.kernels.spec import HALF_TYPES
 from tilewise.losses.sharded import check_mesh, described, group_of, local_numbers, refuse_grad
 from tilewise.ops.distributed import dtensors
-from tilewise.ops.distributed.collectives import RowsGroup
+from tilewise.ops.distributed.collectives import RowsGroup, TokensGroup
 from tilewise.ops.distributed.dtensors import Move, is_sharded, symbols_of, to_local, wrapped
 from tilewise.ops.distributed.sharded import Plan, plan
 from tilewise.ops.explain import is_explaining, note_plan
@@ -55,12 +56,25 @@ class Head:
         if found.ring is not None:
             local["group"] = RowsGroup(group_of(mesh, found.ring).group_name)
         elif found.vocabulary is not None:
-            local["group"] = group_of(mesh, found.vocabulary)
+            local["group"] = self._vocabulary_group(values, local[self.rows[0]], mesh, found)
         if found.local:
             if not is_explaining():
                 dtensors.check_rows_differ(local[self.rows[0]], values[self.columns[0]], found)
             return loss(**local)
         return self._wrapped(loss, values, local, mesh, found)
+
+    def _vocabulary_group(self, values: dict[str, Any], hidden: Tensor, mesh: Any, found: Plan) -> Any:
+        """The group of the vocabulary dimension. With sequence parallelism a rank needs its tokens' gradient only."""
+        assert found.vocabulary is not None
+        group = group_of(mesh, found.vocabulary)
+        whole = values[self.rows[0]]
+        dim = found.sharded_tokens(symbols_of(whole) if is_sharded(whole) else None)
+        if dim is None:
+            return group
+        shape = list(hidden.shape[:-1])
+        each = -(-shape[dim] // mesh.size(found.vocabulary))
+        shape[-1] -= min(int(values.get("shift", 0)), shape[-1])
+        return TokensGroup(group.group_name, shape[dim], math.prod(shape[dim + 1 :]), each)
 
     def _with_plain_classifier(self, loss: Callable[..., Any], values: dict[str, Any]) -> Any:
         """Only a teacher may be sharded: it has no gradient, so all of it is gathered. The loss refuses the others."""

@@ -56,7 +56,8 @@ def siglip_loss(
     >>> round(siglip_loss(x, x, 10.0, -5.0).item(), 4)
     0.0134
     """
-    options, name, a, b = options or DEFAULT_OPTIONS, "", image_features, text_features
+    name, a, b = "", image_features, text_features
+    options = DEFAULT_OPTIONS if options is None else options
     if not calls.checked:
         _check.check_reduction(reduction)
         options, name = _check.check_options(options), _check.group_name(group)

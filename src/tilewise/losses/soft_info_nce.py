@@ -24,7 +24,7 @@ from tilewise.ops.distributed.collectives import shard_of_columns
 from tilewise.ops.paired_scores import positive_shift
 from tilewise.ops.reduce import reduce_rows
 from tilewise.ops.small import Calls
-from tilewise.options import TileOptions, check_flag
+from tilewise.options import DEFAULT_OPTIONS, TileOptions, check_flag
 
 NAMES = ("query", "key")
 
@@ -78,10 +78,13 @@ def soft_info_nce(
     >>> round(soft_info_nce(x, x, target, weight.expand(4, 2), temperature=1.0).item(), 4)
     0.7437
     """
-    _check.check_reduction(reduction)
-    options, name = _check.check_options(options), _check.group_name(group)
-    a, b = _check.check_sides(NAMES, query, key)
-    check_flag("exclude_self", exclude_self)
+    name, a, b = "", query, key
+    options = DEFAULT_OPTIONS if options is None else options
+    if not calls.checked:
+        _check.check_reduction(reduction)
+        options, name = _check.check_options(options), _check.group_name(group)
+        a, b = _check.check_sides(NAMES, a, b)
+        check_flag("exclude_self", exclude_self)
     smoothing = _check_smoothing(label_smoothing, exclude_self)
     a, temperature = divide_rows(a, temperature)
     scale = _check.check_temperature(temperature, a)

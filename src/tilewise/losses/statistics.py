@@ -17,6 +17,7 @@ from tilewise.errors import ConfigError, DtypeError, GradientError, ShapeError
 from tilewise.kernels.spec import PairSpec, Positive, stat_dtype
 from tilewise.losses.entry import entry
 from tilewise.losses.logsumexp import check_bias, check_softcap
+from tilewise.losses.sharded import refused
 from tilewise.ops import autograd
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
@@ -58,7 +59,7 @@ class PairStats:
     picked: Tensor | None = None  # (n, K), the scores of the columns in ``pick``
 
 
-@entry()
+@entry(refused("Redistribute all of them to [Shard(0)], and pass .to_local() of each and group=mesh.get_group()"))
 def pair_stats(
     calls: Calls,
     a: Tensor,

@@ -67,7 +67,8 @@ def supcon_loss(
     >>> round(supcon_loss(x, torch.tensor([0, 0, 1, 1]), temperature=1.0).item(), 4)
     1.0986
     """
-    options, name, z, key = options or DEFAULT_OPTIONS, "", features, labels
+    name, z, key = "", features, labels
+    options = DEFAULT_OPTIONS if options is None else options
     if not calls.checked:
         _check.check_reduction(reduction)
         options, name = _check.check_options(options), _check.group_name(group)

@@ -190,7 +190,8 @@ def stats_backward(
             from tilewise.ops.distributed.ring_stats import ring_backward
 
             job = Backward(pair, stats, grad, needs, spec, options)
-            grads = ring_backward(job, group_name, rows_given=rows_given, saved=found.saved)
+            kept = None if rows is None else rows.index
+            grads = ring_backward(job, group_name, rows_given=rows_given, kept=kept, saved=found.saved)
         elif small is not None:
             grads = small_job(small, pair, call, scalar=False).backward(pair, grad, needs)
         else:

@@ -43,6 +43,10 @@ class Exchange:
     def sum_(self, values: Tensor, *, in_order: bool = False) -> None:
         """All-reduce in place: sum. ``in_order``: in rank order, so that no bit depends on the size of the tensor."""
 
+    def scatter_sum(self, values: Tensor) -> Tensor:
+        """Reduce-scatter: the sum over all ranks of ``values[rank]``, for this rank."""
+        return values[0]
+
     def refuses(self, device: torch.device) -> str | None:
         """Reason why tensors on this device cannot be sent, or None."""
         return None
@@ -90,6 +94,13 @@ class GroupExchange(Exchange):
                 values.copy_(sum(parts[1:], parts[0]))
                 return
             dist.all_reduce(values, dist.ReduceOp.SUM, group=self.group)
+
+    def scatter_sum(self, values: Tensor) -> Tensor:
+        """Reduce-scatter: the sum over all ranks of ``values[rank]``, for this rank."""
+        with self._group_errors("reduce-scatter a sum"):
+            mine = torch.empty_like(values[0])
+            dist.reduce_scatter_tensor(mine, values.flatten(0, 1), group=self.group)
+            return mine
 
     def refuses(self, device: torch.device) -> str | None:
         """Gloo sends CPU tensors, NCCL sends CUDA tensors."""
@@ -154,7 +165,9 @@ class _Works:
                     work.wait(timedelta(seconds=left))
 
 
-ROWS = "rows of "  # begins the name of a group whose ranks have different rows, where a loss means equal ones
+# Beginnings of the name of a group: its ranks have different rows, where a loss means equal ones; or they have equal
+# rows, but each needs the gradient of its own tokens only, and the numbers of `TokensGroup` follow.
+ROWS, TOKENS = "rows of ", "tokens "
 _registered: dict[str, Exchange] = {}
 
 
@@ -172,7 +185,8 @@ def find_exchange(group_name: str) -> Exchange:
     """Exchange of the group with this name, as `torch.distributed` or `register_exchange` knows it; "" for none."""
     if not group_name:
         return Exchange()
-    group_name = group_name.removeprefix(ROWS)
+    if group_name.startswith((ROWS, TOKENS)):
+        group_name = group_name.split(" of ", 1)[1]
     if group_name in _registered:
         return _registered[group_name]
     if not dist.is_available() or not dist.is_initialized():

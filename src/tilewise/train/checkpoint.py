@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilewise.errors import CheckpointError
 from tilewise.train.saved_state import CHECKSUM, FORMAT, check_state, state_checksum
+from tilewise.train.sharding import like
 from tilewise.train.untrusted import STATE_LIMIT, parse_json, read_regular
 from tilewise.train.writing import make_folder, one_sentence, sync
 
@@ -142,7 +143,8 @@ def put_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Load the weights of a checkpoint into a model with the same names and shapes."""
     weights = checkpoint.tensors("model")
     try:
-        model.load_state_dict(weights)
+        there = model.state_dict()
+        model.load_state_dict({key: like(value, there.get(key, value)) for key, value in weights.items()})
     except RuntimeError as error:
         why = f"{error}"
         if LOCKED_HEAD in weights and LOCKED_HEAD not in model.state_dict():

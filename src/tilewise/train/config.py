@@ -203,6 +203,7 @@ class LoopConfig:
     steps: int = setting(0, "total number of steps; 0: use epochs", least=0)
     precision: Literal["float32", "bf16", "fp16"] = setting("float32", "autocast of the encoders")
     seed: int = setting(0, "seed of the weights, the order and the augmentation", least=0, most=2**63 - 1)
+    shard: bool = setting(False, "FSDP2: each rank has a shard of the weights and of the optimizer state")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto uses CUDA if it is available")
     threads: int = setting(0, "number of torch threads on the CPU; 0: torch's default", least=0, most=1024)
 
@@ -257,6 +258,16 @@ class RunConfig:
             raise ConfigError(
                 f"loss.mask_same_id=true would have no effect: pairs of data.source={self.data.source!r} have no ids. "
                 f"To give them ids, {table}set data.id_column, or set loss.mask_same_id=false"
+            )
+        refused = [
+            f"{name}={value!r}" for name, value in (
+                ("optim.name", self.optim.name), ("loop.precision", self.loop.precision)
+            ) if value in ("adafactor", "fp16")
+        ]  # fmt: skip
+        if self.loop.shard and refused:
+            raise ConfigError(
+                f"loop.shard=true needs optim.name='adamw' and no loop.precision='fp16', got {' and '.join(refused)}. "
+                "Use adamw, and bf16 or float32, or set loop.shard=false"
             )
         if self.data.augment == "icon" and self.data.source not in ("auto", "icons"):
             raise ConfigError("data.augment='icon' needs data.source='icons'; use 'crop' or 'none'")
@@ -319,7 +330,8 @@ def source_of(path: str) -> SourceName:
 # of length is handled by `tilewise.train.plan`.
 FREE_TO_CHANGE = (
     "output.", "data.workers", "data.prefetch", "data.path", "data.eval_path", "data.eval_memory_mib",
-    "data.image_root", "loop.device", "loop.threads", "loop.steps", "loop.epochs", "optim.extend", "loss.workspace_mib",
+    "data.image_root", "loop.device", "loop.shard", "loop.threads", "loop.steps", "loop.epochs",
+    "optim.extend", "loss.workspace_mib",
 )  # fmt: skip
 
 

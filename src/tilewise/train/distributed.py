@@ -112,6 +112,11 @@ def join_world(device_name: str) -> World:
     return World(dist.get_rank(), dist.get_world_size(), device, dist.group.WORLD)
 
 
+def is_lost_rank(error: RuntimeError) -> bool:
+    """Whether a collective failed, because another rank has ended or cannot be reached. gloo has no class for this."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+
+
 def _count(name: str, default: int) -> int:
     """Return a number that ``torchrun`` puts into the environment."""
     text = os.environ.get(name, str(default))

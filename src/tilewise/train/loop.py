@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from tilewise.errors import ConfigError, GroupError, TilewiseError
 from tilewise.train.checkpoint import Checkpoint, check_room, latest_checkpoint
 from tilewise.train.config import RunConfig, check_same_run, settled
 from tilewise.train.data import Batch, BatchStream, SkipLog, open_eval_pairs, open_source
-from tilewise.train.distributed import World, join_world
+from tilewise.train.distributed import World, is_lost_rank, join_world
 from tilewise.train.held_out import HeldOut
 from tilewise.train.memory import tensor_bytes
 from tilewise.train.messages import Messages
@@ -28,6 +29,7 @@ from tilewise.train.progress import RunProgress, counted
 from tilewise.train.run_folder import MetricsLog, RunFolder
 from tilewise.train.run_state import RunState
 from tilewise.train.settings import build
+from tilewise.train.sharding import shard_towers
 from tilewise.train.signals import StopRequest
 from tilewise.train.status import status_kept
 from tilewise.train.step_memory import memory_now
@@ -76,7 +78,8 @@ class Trainer:
         self.seconds = self.waited = 0.0  # time of all steps, and the part spent waiting for data
         self.folder = RunFolder(config.output.folder)
         torch.manual_seed(config.loop.seed)
-        self.model = build_model(self.folder, config, world.device)
+        self.sharded = config.loop.shard and world.group is not None
+        self.model = build_model(self.folder, config, torch.device("cpu") if self.sharded else world.device)
         self.skips = SkipLog()
         with counted(self.console if config.data.source == "shards" else None, "counting pairs in shards") as watch:
             source = open_source(config.data, self.model.pixels.size, self.skips, watch)
@@ -92,12 +95,15 @@ class Trainer:
                 pairs = open_eval_pairs(config.data, self.model.pixels.size, skips, watch=watch)
         self.messages.skipped("held-out pairs", skips)
         self.steps = total_steps(config.loop, self.stream.steps_per_epoch)
+        if self.sharded:
+            shard_towers(self.model, world)
         average = AveragedWeights(self.model, config.optim.ema_decay) if config.optim.ema_decay else None
         objective = Objective(config, self.model, world)
         self.state = RunState(self.model, build_optimizer(self.model, config.optim), average, objective.scaler)
         self.state.plan, self.state.pairs = new_plan(self.steps), len(source)
         self.update = Update(self.state, objective, config, world, self.folder.checkpoints)
-        self.held_out = HeldOut(pairs, self.state, config, world.device, self.steps)
+        build = partial(self.folder.build_model, config, for_training=False) if self.sharded else None
+        self.held_out = HeldOut(pairs, self.state, config, world.device, self.steps, build)
 
     @property
     def step(self) -> int:
@@ -202,6 +208,7 @@ class Trainer:
             f"the data of step {self.step + 1} cannot be read: a read has not returned. The run stops before it"
         )
         if self.step and self.saved_step != self.step:
+            self.state.collect(self.world)
             self._save()
 
     def _save(self) -> None:
@@ -211,6 +218,9 @@ class Trainer:
     def _after_step(self, log: MetricsLog | None, bar: RunProgress, stopping: bool) -> None:
         """Evaluate and save if they are due."""
         output, last = self.config.output, self.step == self.steps
+        due = last or stopping or self.step % output.checkpoint_every == 0
+        if due or self.held_out.due:
+            self.state.collect(self.world)
         if self.held_out.due:
             try:
                 self._evaluate(log, bar)
@@ -218,10 +228,11 @@ class Trainer:
                 if self.world.is_first:
                     self._save()
                 raise
-        due = last or stopping or self.step % output.checkpoint_every == 0
         best = self.state.best.get("step") == self.step  # only the first rank evaluates and knows it
         if self.world.is_first and (due or best):
             self._save()
+        if not last:
+            self.state.tensors = {}
         if due:
             self.world.wait()
 
@@ -229,6 +240,7 @@ class Trainer:
         """Evaluate the loaded checkpoint if its own evaluation is due and failed before."""
         if not self.step or not self.held_out.due:
             return
+        self.state.collect(self.world)
         if log is not None and not log.evaluated and self.held_out.pairs is not None:
             self.held_out.measure(log, bar)
             self._save()  # with the metrics
@@ -325,6 +337,13 @@ def train(config: RunConfig, console: Console | None = None) -> RunResult:
     world = join_world(config.loop.device)
     try:
         return _train(config, world, console)
+    except RuntimeError as error:
+        if world.group is None or isinstance(error, TilewiseError) or not is_lost_rank(error):
+            raise
+        raise GroupError(
+            f"rank {world.rank} stops, because another rank has ended or cannot be reached. The message of the rank "
+            "that ended first says why. The same command continues from the last checkpoint"
+        ) from error
     finally:
         world.close()
 
@@ -337,10 +356,9 @@ def _train(config: RunConfig, world: World, console: Console | None) -> RunResul
         from tilewise.train.report import write_report
 
         try:
-            average = trainer.state.average
-            with average.used() if average is not None else nullcontext():
+            with trainer.held_out.encoders() as encoders:
                 weights = f"step {trainer.step}, the last one"
-                write_report(config.output.folder, trainer.held_out.encoders(), trainer.held_out.pairs, weights)
+                write_report(config.output.folder, encoders, trainer.held_out.pairs, weights)
         except (OSError, TilewiseError) as error:  # the run itself is finished and saved
             trainer.messages.say(
                 f"no report: {error}. The run is finished and saved. "

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilewise.train.sharding import local
+
 MIB = 2**20
 # Dense score matrices alive at the peak of backward, measured for F.cross_entropy in both directions:
 # 16,448 MiB at n = 32,768 in float32, which is four times 4 n^2 bytes.
@@ -91,10 +93,10 @@ def activation_bytes(run: Callable[[], Any]) -> int:
 
 
 def weight_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Weights, their gradients, and the optimizer's state."""
-    learned = tensor_bytes(p for p in model.parameters() if p.requires_grad)
-    state = tensor_bytes(v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
-    return tensor_bytes(model.parameters()) + learned + state
+    """Weights, their gradients, and the optimizer's state on this rank."""
+    learned = tensor_bytes(local(p) for p in model.parameters() if p.requires_grad)
+    state = tensor_bytes(local(v) for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
+    return tensor_bytes(map(local, model.parameters())) + learned + state
 
 
 class CudaMemory:

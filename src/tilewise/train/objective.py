@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 import tilewise as tw
 from tilewise.cache import GradientCache
+from tilewise.cache.chunks import count_rows
 from tilewise.train import baselines
 from tilewise.train.config import LossConfig, RunConfig
 from tilewise.train.data import Batch
 from tilewise.train.distributed import World
 from tilewise.train.models.towers import Scale, TwoTowers
+from tilewise.train.sharding import even_chunks
 
 PairLoss = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,21 +60,25 @@ class Objective:
 
     Args:
         config: the settings of the run.
-        model: both towers. With several ranks they are wrapped in DDP here.
+        model: both towers. With several ranks they are wrapped in DDP here, or they are sharded already.
         world: the ranks.
     """
 
     def __init__(self, config: RunConfig, model: TwoTowers, world: World) -> None:
         self.config, self.world, self.scale = config, world, model.scale
         self.loss = pair_loss(config.loss, world.group)
-        self.towers = [in_group(tower, world) for tower in (model.image, model.text)]
+        self.sharded = config.loop.shard and world.group is not None
+        towers = (model.image, model.text)
+        self.towers = list(towers) if self.sharded else [in_group(tower, world) for tower in towers]
+        self.chunks = 1  # of the batch; only for sharded towers
         self.watch: Callable[[Tensor, Tensor], None] | None = None  # is called with the features before the loss
         fp16 = config.loop.precision == "fp16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=fp16) if fp16 else None
         self.cache = GradientCache(
             self.towers,
             self._loss,
-            chunk_size=max(1, config.loop.chunk_size),
+            chunk_size=self._even_chunks if self.sharded else max(1, config.loop.chunk_size),
+            sync="every" if self.sharded else "last",  # otherwise each rank keeps the whole gradient
             offload=world.device if config.loss.offload else None,  # where the chunks are moved from the CPU
         )
 
@@ -84,6 +90,11 @@ class Objective:
         with torch.autocast(image.device.type, enabled=False):
             return self.loss(image, text, self.scale(), self.scale.bias, ids)
 
+    def _even_chunks(self, batch: Any) -> list[int]:
+        """The rows of each chunk of an input."""
+        rows, count = count_rows(batch), self.chunks
+        return [(i + 1) * rows // count - i * rows // count for i in range(count)]
+
     def step(self, batch: Batch) -> Tensor:
         """Add the gradients of a batch to ``.grad`` and return the detached loss of this rank."""
         device, precision = self.world.device, self.config.loop.precision
@@ -92,7 +103,11 @@ class Objective:
             images = images.to(device)
             tokens = {name: value.to(device) for name, value in tokens.items()}
         ids = batch.ids.to(device) if self.config.loss.mask_same_id else None
-        with torch.autocast(device.type, AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST):
+        if self.sharded:
+            self.chunks = even_chunks(len(batch.ids), self.config.loop.chunk_size, self.world)
+        low = AUTOCAST.get(precision, torch.bfloat16)
+        # The cache of autocast would keep a copy of all gathered weights.
+        with torch.autocast(device.type, low, enabled=precision in AUTOCAST, cache_enabled=not self.sharded):
             loss: Tensor = self.cache(images, tokens, scaler=self.scaler, ids=ids)
         average_scale_gradients(self.scale, self.world)
         return loss

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tilewise.train.adafactor import Adafactor
 from tilewise.train.config import OptimConfig
+from tilewise.train.sharding import like, local
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -65,9 +66,9 @@ class AveragedWeights:
     def update(self, step: int) -> None:
         """Update the average with the weights after this step."""
         keep = min(self.decay, (1 + step) / (10 + step))
-        weights = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        weights = {name: local(p.detach()) for name, p in self.model.named_parameters() if p.requires_grad}
         names = list(self.average)
-        torch._foreach_lerp_([self.average[n] for n in names], [weights[n] for n in names], 1 - keep)
+        torch._foreach_lerp_([local(self.average[n]) for n in names], [weights[n] for n in names], 1 - keep)
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -104,4 +105,5 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensor
     for key, value in tensors.items():
         name, _, entry = key.rpartition("/")
         p = parameters[name]
-        optimizer.state[p][entry] = value.clone() if entry == "step" else value.to(p.device, copy=True)
+        shard = like(value, p) if value.shape == p.shape else value
+        optimizer.state[p][entry] = value.clone() if entry == "step" else shard.to(p.device, copy=True)

@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilewise.errors import CheckpointError
 from tilewise.train.checkpoint import Checkpoint, prune, put_weights, save_checkpoint
 from tilewise.train.config import RunConfig
 from tilewise.train.data import Position
+from tilewise.train.distributed import World
 from tilewise.train.memory import MemoryUse
 from tilewise.train.models import TwoTowers
 from tilewise.train.optim import AveragedWeights, optimizer_tensors, restore_optimizer
 from tilewise.train.plan import Plan, plan_of
 from tilewise.train.settings import to_dict
+from tilewise.train.sharding import gathered, like, local
 
 
 @dataclass
@@ -37,6 +40,7 @@ class RunState:
         memory: memory of a step, once it was measured.
         plan: length and learning rates of the run.
         pairs: number of training pairs. Another copy of the data must have the same number.
+        tensors: weights, optimizer state and averaged weights for a checkpoint, by file and name: see `collect`.
     """
 
     model: TwoTowers
@@ -52,12 +56,17 @@ class RunState:
     memory: MemoryUse | None = None
     plan: Plan = ()
     pairs: int = 0
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    def collect(self, world: World) -> None:
+        """Fill `tensors` on the first rank, from the shards of all ranks. Every rank calls this before `save`."""
+        parts = {"model": dict(self.model.state_dict()), "optimizer": optimizer_tensors(self.optimizer, self.model)}
+        if self.average is not None:
+            parts["average"] = self.average.average
+        self.tensors = {name: gathered(part, world) for name, part in parts.items()}
 
     def save(self, folder: Path, config: RunConfig) -> None:
-        """Write a checkpoint, and remove those that are no longer kept."""
-        tensors = {"model": dict(self.model.state_dict()), "optimizer": optimizer_tensors(self.optimizer, self.model)}
-        if self.average is not None:
-            tensors["average"] = self.average.average
+        """Write a checkpoint of the collected tensors, and remove those that are no longer kept."""
         rest = {
             "position": self.position.state(),
             "skips": self.skips,
@@ -70,7 +79,7 @@ class RunState:
             "pairs": self.pairs,
             "config": to_dict(config),
         }
-        save_checkpoint(folder, self.step, tensors, rest)
+        save_checkpoint(folder, self.step, self.tensors, rest)
         prune(folder, config.output.keep_last, int(self.best["step"]) if self.best else None, self.step)
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -81,7 +90,7 @@ class RunState:
             restore_optimizer(self.optimizer, self.model, checkpoint.tensors("optimizer"))
             if self.average is not None:
                 for name, value in checkpoint.tensors("average").items():
-                    self.average.average[name].copy_(value)
+                    local(self.average.average[name]).copy_(local(like(value, self.average.average[name])))
             if self.scaler is not None:
                 self.scaler.load_state_dict(rest["scaler"])
             self.step, self.position = checkpoint.step, Position(**rest["position"])

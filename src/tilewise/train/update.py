@@ -18,6 +18,7 @@ from tilewise.train.objective import Objective
 from tilewise.train.optim import set_learning_rate
 from tilewise.train.plan import planned_rate
 from tilewise.train.run_state import RunState
+from tilewise.train.sharding import clip_gradients
 from tilewise.train.signals import StopRequest
 from tilewise.train.step_memory import memory_counted
 
@@ -60,8 +61,7 @@ class Update:
         scaler = self.objective.scaler
         if scaler is not None:
             scaler.unscale_(state.optimizer)
-        learned = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(learned, config.clip_norm or math.inf)
+        norm = clip_gradients(self.model.parameters(), config.clip_norm)
         loss_sum, rows, stops = self.world.total(float(loss), len(batch.ids), float(stop.signal_number != 0))
         value, grad_norm = loss_sum / self.world.size, float(norm)
         self._check_finite(value, grad_norm, lr)

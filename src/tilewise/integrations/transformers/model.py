@@ -24,6 +24,13 @@ def head_of(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} has several output embeddings (heads), {len(head)}. Supported is one. Call "
             "tilewise.linear_cross_entropy for each head in a training loop of yours"
         )
+    forward = vars(head).get("forward")
+    if getattr(forward, "__module__", "").endswith(".tensor_parallel"):
+        raise ConfigError(
+            "the head is sharded by transformers (tp_plan), whose forward gathers all logits. Pass the hidden states "
+            "yourself: linear_cross_entropy(DTensor.from_local(hidden, weight.device_mesh, [Replicate()]), weight, "
+            "labels, shift=1), with hidden = model.model(...).last_hidden_state and weight = model.lm_head.weight"
+        )
     return head
 
 

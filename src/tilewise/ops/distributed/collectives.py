@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise.ops.call import plain_operator
 from tilewise.ring.agree import agree
-from tilewise.ring.exchange import ROWS, find_exchange
+from tilewise.ring.exchange import ROWS, TOKENS, find_exchange
 
 
 class RowsGroup:
@@ -22,6 +22,17 @@ class RowsGroup:
 
     def __init__(self, group_name: str) -> None:
         self.group_name = ROWS + group_name
+
+
+class TokensGroup:
+    """A group whose ranks have the same rows, of which each needs the gradients of its own tokens only.
+
+    The rows are (..., tokens, inner), flattened. Rank r needs those of the tokens from r * each to (r + 1) * each. The
+    other gradients of the rows are then zeros.
+    """
+
+    def __init__(self, group_name: str, tokens: int, inner: int, each: int) -> None:
+        self.group_name = f"{TOKENS}{tokens} {inner} {each} of {group_name}"
 
 
 def same_rows(group_name: str) -> bool:

@@ -35,7 +35,13 @@ from tilewise.kernels.spec import (
     wanted_stats,
 )
 from tilewise.ops.budget import column_chunk, sized
-from tilewise.ops.distributed.vocab_parallel import local_backward, local_forward, merged_forward, summed_backward
+from tilewise.ops.distributed.vocab_parallel import (
+    local_backward,
+    local_forward,
+    merged_forward,
+    sum_rows,
+    summed_backward,
+)
 from tilewise.options import TileOptions
 from tilewise.ring.agree import agree
 from tilewise.ring.blocks import Field, rotate_blocks
@@ -92,9 +98,16 @@ def ring_forward(
 
 
 def ring_backward(
-    job: Backward, group_name: str, *, rows_given: int | None = None, saved: object | None = None
+    job: Backward,
+    group_name: str,
+    *,
+    rows_given: int | None = None,
+    kept: Tensor | None = None,
+    saved: object | None = None,
 ) -> Grads:
     """Gradients of this rank's rows over all columns, and of its columns over all rows; the caller rounds them.
+
+    ``kept``: which of the rows given these are; None for all.
 
     The gradient of the scale is this rank's share (its own rows); with ``same_rows`` it is whole on every rank.
     """
@@ -105,7 +118,8 @@ def ring_backward(
     shards = _agree(exchange, "backward", pair, spec, options, needs)
     pair, options = _placed(pair, spec, shards), _sized(options, pair, spec, needs, rows_given, max(shards.cols))
     if spec.same_rows:
-        return summed_backward(exchange, job._replace(pair=pair, options=options), saved)
+        job, rows = job._replace(pair=pair, options=options), rows_given or pair.a.shape[0]
+        return summed_backward(exchange, job, lambda grad: sum_rows(exchange, grad, job, group_name, rows, kept), saved)
     of_columns = _column_stats(spec)
     grad_a: Tensor | None = None  # those of the rows and of the scale stay here
     scale = torch.zeros((), dtype=torch.float64, device=pair.a.device)

@@ -76,6 +76,14 @@ class Plan:
         """Placements of a number to which each rank adds what its own rows give, and of its gradient."""
         return tuple("P" if kind == "rows" else "R" for kind in self.kinds)
 
+    def sharded_tokens(self, rows: Symbols | None) -> int | None:
+        """The dimension of the hidden states that the vocabulary dimension of the mesh alone shards, or None.
+
+        ``rows``: their placements. Sequence parallelism: a rank has to know the gradient of its own tokens only.
+        """
+        symbol = "R" if rows is None or self.vocabulary is None else rows[self.vocabulary]
+        return None if rows is None or symbol == "R" or rows.count(symbol) > 1 else int(symbol[1:])
+
     def average(self, sizes: Sequence[int]) -> float:
         """The factor of a gradient that is summed over the ranks with different rows."""
         return 1.0 / math.prod(sizes[i] for i in self.row_dims) if self.local else 1.0
@@ -98,8 +106,11 @@ class Plan:
                 moves.append(f"the classifier is gathered once per pass, and {back}")
             elif kind == "rows":
                 moves.append("the classifier's gradient is all-reduced")
-            if kind == "vocabulary":
+            if kind == "vocabulary" and self.sharded_tokens(rows) is None:
                 moves.append("vectors of the rows and the gradient of the hidden states are all-reduced")
+            elif kind == "vocabulary":
+                moves += ["vectors of the rows are all-reduced"]
+                moves += ["the gradient of the hidden states is reduce-scattered"]
             if rows is not None and rows[i] != self.rows[i]:
                 moves.append("the hidden states are gathered")
             lines.append(f"  {names[i]} ({sizes[i]} ranks)  {kind}: {'; '.join(moves) or 'nothing is sent'}")

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilewise.kernels.registry import choose_backend
 from tilewise.kernels.spec import Backward, Grads, Pair, PairSpec, Stats, wanted_stats
 from tilewise.ops.row_blocks import block_rows, in_blocks
 from tilewise.options import TileOptions
 from tilewise.ring.blocks import Guard
-from tilewise.ring.exchange import Exchange
+from tilewise.ring.exchange import TOKENS, Exchange
 
 
 def local_forward(pair: Pair, spec: PairSpec, options: TileOptions, *, save: bool) -> tuple[Stats, object | None]:
@@ -77,7 +79,38 @@ def _merge(gathered: torch.Tensor, spec: PairSpec, dtype: torch.dtype) -> Stats:
     return Stats(**{s.name: getattr(merged, s.name).to(torch.int64 if s.integer else dtype, copy=True) for s in wanted})
 
 
-def summed_backward(exchange: Exchange, job: Backward, saved: object | None = None) -> Grads:
+def sum_rows(
+    exchange: Exchange, grad: Tensor, job: Backward, group_name: str, rows: int, kept: Tensor | None
+) -> Tensor:
+    """The gradient of the rows, summed over the ranks; with a `TokensGroup` of this rank's tokens, else zeros.
+
+    ``kept``: which of all ``rows`` these are; None for all.
+    """
+    if job.options.batch_invariant:
+        for part in grad.split(block_rows(grad.device, job.options)):
+            exchange.sum_(part, in_order=True)
+        return grad
+    if not group_name.startswith(TOKENS) or rows == 0:
+        exchange.sum_(grad)
+        return grad
+    tokens, inner, each = map(int, group_name.split(" of ")[0].removeprefix(TOKENS).split())
+    every = grad if kept is None else grad.new_zeros((rows, grad.shape[1])).index_copy_(0, kept, grad)
+    every = every.view(-1, tokens, inner * grad.shape[1])
+    parts = every.new_zeros((exchange.world, len(every), each, every.shape[2]))
+    owned = [slice(min(rank * each, tokens), min((rank + 1) * each, tokens)) for rank in range(exchange.world)]
+    for part, own in zip(parts, owned, strict=True):
+        part[:, : own.stop - own.start] = every[:, own]
+    own = owned[exchange.rank]
+    mine = exchange.scatter_sum(parts)[:, : own.stop - own.start]
+    found = torch.zeros_like(every)
+    found[:, own] = mine
+    found = found.view(rows, grad.shape[1])
+    return found if kept is None else found[kept]
+
+
+def summed_backward(
+    exchange: Exchange, job: Backward, sum_rows: Callable[[Tensor], Tensor], saved: object | None = None
+) -> Grads:
     """Gradients of this rank's shard, from the statistics of all. Those of rows and scale are summed over the ranks."""
     pair, needs = job.pair, job.needs
     guard = Guard()  # if this rank fails, it still takes part in the all-reduces, with NaN, and raises afterwards
@@ -86,8 +119,7 @@ def summed_backward(exchange: Exchange, job: Backward, saved: object | None = No
         nan = torch.full((), torch.nan, dtype=pair.stat_dtype, device=pair.a.device)
         grads = Grads(a=nan.expand(pair.a.shape).clone() if needs.a else None, scale=nan if needs.scale else None)
     if grads.a is not None:
-        for rows in grads.a.split(block_rows(pair.a.device, job.options) or max(len(grads.a), 1)):
-            exchange.sum_(rows, in_order=job.options.batch_invariant)
+        grads.a = sum_rows(grads.a)
     scale = None if grads.scale is None else grads.scale.double()
     if scale is not None:
         exchange.sum_(scale)
