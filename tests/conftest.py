@@ -130,14 +130,31 @@ def fresh_routes():
 
 
 @pytest.fixture
-def small_tiles(monkeypatch, set_limits):
-    """Tiles so small that every case meets several of them, with ragged edges; also for small batches."""
-    set_limits(small=0, small_cpu=0)
+def set_tiles(monkeypatch):
+    """Change the sizes of the torch backend's tiles until the end of the test: set_tiles(rows, cols, symmetric)."""
     from tilewise.kernels.torch_impl import tiles
 
-    monkeypatch.setattr(tiles, "TILE_ROWS", 48)
-    monkeypatch.setattr(tiles, "TILE_COLS", 80)
-    monkeypatch.setattr(tiles, "SYMMETRIC_TILE", 48)
+    def change(rows, cols, symmetric):
+        monkeypatch.setattr(tiles, "TILE_ROWS", rows)
+        monkeypatch.setattr(tiles, "TILE_COLS", cols)
+        monkeypatch.setattr(tiles, "SYMMETRIC_TILE", symmetric)
+
+    return change
+
+
+@pytest.fixture
+def small_tiles(set_tiles, set_limits):
+    """Tiles so small that every case meets several of them, with ragged edges; also for small batches."""
+    set_limits(small=0, small_cpu=0)
+    set_tiles(48, 80, 48)
+
+
+@pytest.fixture
+def never_dense(monkeypatch):
+    """The filter is used however many entries are kept."""
+    from tilewise.kernels import filter_plan
+
+    monkeypatch.setattr(filter_plan, "DENSE_SHARE", 2.0)
 
 
 @pytest.fixture

@@ -20,14 +20,9 @@ from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
 from tilewise.kernels.triton_impl.sizes import PairSizes
 from tilewise.options import TileOptions
 
-pytestmark = [*IN_THE_INTERPRETER, pytest.mark.usefixtures("never_exact")]
+pytestmark = [*IN_THE_INTERPRETER, pytest.mark.usefixtures("never_dense")]
 OPTIONS = TileOptions(backend="triton", precision="highest", filter_tolerance=1e-2)
 ALL = Needs(a=True, b=True, scale=True, bias=True)
-
-
-@pytest.fixture
-def never_exact(monkeypatch):
-    monkeypatch.setattr(plans, "DENSE_SHARE", 2.0)
 
 
 def make_pair(dtype, n=70, m=331, d=24, *, bias=True, zero=True):

@@ -10,7 +10,6 @@ from tests.compare import assert_close, relative_error
 from tests.losses.loss_cases import CASES, Maker, converted, problem, solve, upstream_like
 
 import tilewise as tw
-from tilewise.kernels.torch_impl import tiles
 
 EXACT = 1e-12
 pytestmark = pytest.mark.usefixtures("nan_filled_empty")
@@ -24,13 +23,11 @@ def unit(n, d, seed=0, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tile_sizes_do_not_matter(name, monkeypatch):
+def test_tile_sizes_do_not_matter(name, set_tiles):
     made = problem(name)
     want, want_grads = solve(made.ours, made.leaves)
     for rows, cols in ((16, 16), (1, 200), (200, 1), (33, 7), (130, 130)):
-        monkeypatch.setattr(tiles, "TILE_ROWS", rows)
-        monkeypatch.setattr(tiles, "TILE_COLS", cols)
-        monkeypatch.setattr(tiles, "SYMMETRIC_TILE", max(rows, 16))
+        set_tiles(rows, cols, max(rows, 16))
         loss, grads = solve(made.ours, made.leaves)
         assert_close(loss, want, 1e-13)
         for leaf in want_grads:

@@ -163,21 +163,21 @@ def test_errors_of_the_loss_within_those_of_a_dense_path(name, as_if):
     assert kept == 1.0 if dense_here else kept < 0.2
 
 
+@pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("kind", ["log_prob", "entropy", "both"])
 @pytest.mark.parametrize("name", ["peaked", "confident", "heavy tail", "tail with a direction of its own"])
-def test_errors_of_tokens_within_those_of_a_dense_path(name, kind, as_if, monkeypatch):
+def test_errors_of_tokens_within_those_of_a_dense_path(name, kind, as_if):
     """However many entries are kept."""
     as_if(torch.bfloat16)
-    monkeypatch.setattr(plans, "DENSE_SHARE", 2.0)
     settings = {"peaked": {}, "confident": {"boost": 15.0}, "tail with a direction of its own": {"cluster": 2.0}}
     problem = heavy_tail() if name == "heavy tail" else head(n=256, d=64, classes=4000, **settings[name])
     assert check_errors(problem, kind, torch.bfloat16) < 0.95
 
 
+@pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("kind", ["loss", "both"])
-def test_errors_within_those_of_a_dense_path_in_float16(kind, as_if, monkeypatch):
+def test_errors_within_those_of_a_dense_path_in_float16(kind, as_if):
     as_if(torch.float16)
-    monkeypatch.setattr(plans, "DENSE_SHARE", 2.0)
     assert check_errors(head(n=256, d=64, classes=4000), kind, torch.float16) < 0.95
 
 

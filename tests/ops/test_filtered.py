@@ -22,12 +22,6 @@ from tilewise.ops import route
 from tilewise.options import TileOptions
 
 
-@pytest.fixture
-def never_dense(monkeypatch):
-    """However many pairs are kept."""
-    monkeypatch.setattr(plans, "DENSE_SHARE", 2.0)
-
-
 @pytest.mark.usefixtures("never_dense", "nan_filled_empty")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tolerance", [1e-3, 1e-2, 0.3])

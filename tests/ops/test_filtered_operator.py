@@ -215,12 +215,6 @@ def test_empty_input():
 # As an operator -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def never_dense(monkeypatch):
-    """However many pairs are kept."""
-    monkeypatch.setattr(plans, "DENSE_SHARE", 2.0)
-
-
 def test_compiled():
     head = Head(torch.float32)
 

@@ -13,16 +13,9 @@ from tests.ops.filtered_cases import COLS, SCORES, Head, dropped_mass, random, t
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
-from tilewise.kernels import filter_plan as plans
 from tilewise.options import TileOptions
 
 FIELDS = ("log_prob", "entropy", "argmax", "correct", "logsumexp")
-
-
-@pytest.fixture
-def never_dense(monkeypatch):
-    """However many entries are kept."""
-    monkeypatch.setattr(plans, "DENSE_SHARE", 2.0)
 
 
 def dense_g(scores, target, advantage, bonus):
