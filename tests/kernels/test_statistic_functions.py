@@ -1,4 +1,4 @@
-"""Kernels that take functions of statistics: a changed function is another kernel, also in Triton's cache on the disk."""
+"""Kernels that take functions of statistics: a changed function is another kernel, also in the cache on the disk."""
 
 import pytest
 
