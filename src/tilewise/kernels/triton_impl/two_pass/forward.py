@@ -191,7 +191,7 @@ class Forward:
         values: dict[str, Any] = self._switches(i, j, mirrored) | {
             "ROW_FIRST": first[0],
             "COL_FIRST": columns and first[1],
-            "LAST": self.spec.row_top and j.stop == self.m,
+            "LAST": bool(scores.fixed["FOLDS"]) and j.stop == self.m,
         }
         values |= {"row_part": self.row_part, "col_part": self.col_part if columns else None, "tops": self.tops}
         values |= {"R": sizes.rows, "C": sizes.cols, "BLOCK": block}
