@@ -6,7 +6,8 @@ Forward: a tile has e_j = 2**below_j, below_j = x_j - safe, total = sum_j e_j fo
     begin(rows, total)               merging: the state of the statistic before these parts, 0 for none
     share(state, part, step)         the state with MANY_PARTS further parts, each weighted by 2**(its lse - safe)
     end(rows, state, total)          stores the statistic
-    fold(rows, part, ...)            instead of the three: merges parts that need no log-sum-exp, and stores the result
+    fold(rows, part, ...)            instead of the three: merges parts that need no log-sum-exp, stores the result, and
+                                     returns where these parts end
 
 Backward: G_ij = p_ij (v_i + the sum of all factors)
 
@@ -195,6 +196,7 @@ def fold_top(rows, part, FIRST: tl.constexpr, LAST: tl.constexpr):
         best = without_rank(best, (best - shifts(rows.row_shift, rows.at, rows.ok)) * LN2)
     tl.store(rows.row_top + rows.at, best, mask=rows.ok)
     tl.store(rows.row_top_col + rows.at, place, mask=rows.ok)
+    return part + 2 * rows.parts * rows.size
 
 
 class Statistic(NamedTuple):

@@ -353,7 +353,7 @@ def merge_kernel(row_shift, col_shift, row_part, col_part, tops, only_if,  # in
             top = tops + (program * BLOCK // R) * row_parts
             part = fold_log(row_part, top, 1, shift, row_lse, part, mine, SHARES, ROW_FIRST)
             for i in tl.static_range(len(FOLDS)):
-                FOLDS[i](mine, part, ROW_FIRST, LAST)
+                part = FOLDS[i](mine, part, ROW_FIRST, LAST)
     elif col_part is not None:
         begin = (program - row_blocks) * BLOCK
         at = begin + tl.arange(0, BLOCK)
