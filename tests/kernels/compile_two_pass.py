@@ -2,8 +2,10 @@
 
 from tests.kernels.compiling import cannot_compile, cards, compiled, compiled_tiles, row_for, show
 
+from tilewise.kernels.spec import PairSpec
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.scores import FULL, bit_sum
+from tilewise.kernels.triton_impl.statistics import TABLE, factor_functions, forward_functions
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as backward
 from tilewise.kernels.triton_impl.two_pass import forward_kernels as forward
 from tilewise.kernels.triton_impl.two_pass import positive_kernels as positive
@@ -50,14 +52,14 @@ LOSSES = {
     "cross entropy, saved": (of("ROWS"), of("ROWS"), 0, ONE, True, SAVED),
     "cross entropy, if not filtered": (of("ROWS"), of("ROWS"), 0, ONE, True, SAVED | {"only_if"}),
     "tokens": (
-        *(of("ROWS", "ENTROPY", "SUM_SQ", "TOP"), of("ROWS", "ENTROPY", "SUM_SQ", "BIAS_COLS")),
+        *(of("ROWS"), of("ROWS", "BIAS_COLS")),
         *(of("BIAS", "SOFTCAP"), ONE, True),
         ROWS
         | {"bias", "bias_part", "row_key", "row_entropy", "row_sum_sq", "grad_entropy", "grad_square"}
         | {"row_top", "row_top_col"},
     ),
     "tokens, picked": (
-        *(of("ROWS", "ENTROPY", "SUM_SQ"), of("ROWS", "ENTROPY", "SUM_SQ", "BIAS_COLS")),
+        *(of("ROWS"), of("ROWS", "BIAS_COLS")),
         *(of("BIAS", "SOFTCAP"), ONE, True),
         ROWS
         | {"bias", "bias_part", "row_key", "row_entropy", "row_sum_sq", "grad_entropy", "grad_square"}
@@ -68,17 +70,17 @@ LOSSES = {
         ROWS - {"grad_pos"} | {"bias", "bias_part", "row_shift", "row_scale", "picked"},
     ),
     "tokens, saved": (
-        *(of("ROWS", "ENTROPY", "SUM_SQ", "TOP"), of("ROWS", "ENTROPY", "SUM_SQ"), 0, ONE, True),
+        *(of("ROWS"), of("ROWS"), 0, ONE, True),
         ROWS
         | {"row_key", "row_entropy", "row_sum_sq", "grad_entropy", "grad_square", "row_top", "row_top_col"}
         | {"e_desc", "reference"},
     ),
     "tokens, by default": (
-        *(of("ROWS", "ENTROPY", "TOP"), of("ROWS", "ENTROPY"), 0, ONE, True),
+        *(of("ROWS"), of("ROWS"), 0, ONE, True),
         ROWS | {"row_key", "row_entropy", "grad_entropy", "row_top", "row_top_col", "e_desc", "reference"},
     ),
     "log-probability and entropy": (  # of a head in reinforcement learning
-        *(of("ROWS", "ENTROPY"), of("ROWS", "ENTROPY"), 0, ONE, True),
+        *(of("ROWS"), of("ROWS"), 0, ONE, True),
         ROWS | {"row_key", "row_entropy", "grad_entropy", "e_desc", "reference"},
     ),
     "nt_xent": (
@@ -102,6 +104,12 @@ QUICK = "clip", "cross entropy, saved"
 ON_HOPPER = "clip, wide", "cross entropy, bias", "cross entropy, if not filtered", "tokens, picked"  # as others
 ON_HOPPER += ("all but the picked", "tokens, by default")
 FEW = {"forward_kernel", "gradient_kernel"}  # those of `QUICK`
+
+
+def functions_of(present):
+    """The functions of the statistics whose outputs, and whose gradients, are among these arguments."""
+    spec = PairSpec(row_lse=True, **{name: name in present for name in TABLE})
+    return forward_functions(spec) | {"FACTORS": factor_functions(present)}
 
 
 def kernels_over_tiles(loss, stats, sizes, wide_sizes):
@@ -149,6 +157,7 @@ def main() -> None:
                 continue
             shared = {"D": 512, "SCORE": score, "POSITIVE": kind, "EXACT": FULL, "STATS": stats, "TERMS": terms}
             shared["WIDE"] = wide
+            shared |= functions_of(present)
             shared["STRIP"] = sizes.strip if "peaks" in present and stats & bit.COLS.value else 1
             types = {"row_key": "*i32"} if kind == MANY else {}
             for kernel, own in kernels_over_tiles(loss, stats, sizes, gradient_sizes):

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from tilewise.kernels.known_faults import FAULTS
 from tilewise.kernels.triton_impl.buffers import Buffer
-from tilewise.kernels.triton_impl.launch import declared
+from tilewise.kernels.triton_impl.launch import code_of, declared
 from tilewise.kernels.triton_impl.sizes import TABLE, architecture
 from tilewise.kernels.triton_impl.two_pass.guide import stored_block
 
@@ -90,6 +90,7 @@ def compiled(kernel, constants, present, dtype, capability, *, blocks=None, warp
     """
     places, optional, dynamic = declared(kernel)
     blocks, types = blocks or {}, types or {}
+    constants = constants | {"CODE": code_of(tuple(constants.values()))}
     signature, values = {}, {}
     for name, place in places.items():
         if name.isupper() or (name in optional and name not in present):

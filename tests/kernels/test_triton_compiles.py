@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed on this platform")
+triton = pytest.importorskip("triton", reason="triton is not installed on this platform")
 
 # Shared memory in bytes: of one program at most, and of a multiprocessor
 SMALL, LARGE = (101376, 102400), (232448, 233472)
@@ -79,6 +79,19 @@ def check(lines: list[dict]) -> None:
     assert not wrong, "\n".join(f"{exceeded}: {line}" for line, exceeded in wrong)
 
 
+def check_recorded(lines: list[dict]) -> None:
+    """On Hopper no kernel needs more registers, or spills more, than `registers.json` says for this version of Triton.
+
+    The file has [registers, bytes of stack], the most of narrow and wide features, from lines of ``compile_* full``.
+    """
+    recorded = json.loads(Path(__file__).with_name("registers.json").read_text()).get(triton.__version__, {})
+    for line in lines:
+        most = recorded.get(f"{line['kernel']} | {line.get('loss', '')} | {line.get('dtype', '')}")
+        if line["capability"] == 90 and most is not None:
+            assert line["registers"] <= most[0], (line, most)
+            assert line["stack"] <= most[1], (line, most)
+
+
 def limits_exceeded(line: dict) -> list[str]:
     """What does not fit, with the limit."""
     most, together = LIMITS[line["capability"]]
@@ -103,6 +116,7 @@ def test_the_largest_kernels_fit_every_card(script):
     lines = lines_of(script, "quick")
     assert {line["kernel"] for line in lines} == FEW[script]
     check(lines)
+    check_recorded(lines)
 
 
 @pytest.mark.cards
@@ -123,3 +137,14 @@ def test_the_check_sees_what_does_not_fit():
             check([*lines, good | {"capability": 89} | wrong])
     with pytest.raises(AssertionError):
         check(lines[:-1])
+
+
+def test_the_comparison_sees_more_registers():
+    line = {"capability": 90, "kernel": "forward_kernel", "loss": "clip", "dtype": "bf16"}
+    recorded = json.loads(Path(__file__).with_name("registers.json").read_text())
+    registers, stack = recorded.get(triton.__version__, recorded["3.7.1"])["forward_kernel | clip | bf16"]
+    check_recorded([line | {"registers": registers, "stack": stack}])
+    if triton.__version__ in recorded:
+        for more in (1, 0), (0, 8):
+            with pytest.raises(AssertionError):
+                check_recorded([line | {"registers": registers + more[0], "stack": stack + more[1]}])

@@ -22,11 +22,10 @@ COLS = tl.constexpr(2)  # log-sum-exp of columns
 SOFTPLUS = tl.constexpr(4)
 ROW_SUM = tl.constexpr(8)
 MIRROR = tl.constexpr(16)  # scores are symmetric: a column is a row too, and has positives
-ENTROPY = tl.constexpr(32)  # of rows
-TOP = tl.constexpr(64)  # the largest score of a row and its column
+ENTROPY = tl.constexpr(32)  # of rows, where kernels do not take functions (`statistics`)
+TOP = tl.constexpr(64)  # the largest score of a row and its column, likewise
 BIAS_TOTAL = tl.constexpr(128)  # sums of G over the rows of each tile, for a bias that all columns share
 BIAS_COLS = tl.constexpr(256)  # sums of G over the columns of each tile, for a bias of each column
-SUM_SQ = tl.constexpr(512)  # log of the sum of squared probabilities of a row
 HOT = tl.constexpr(1024)  # log-sum-exp of rows at another temperature
 
 # Values of GUIDE, how the second score matrix is used

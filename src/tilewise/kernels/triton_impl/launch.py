@@ -78,11 +78,23 @@ def arguments_of(kernel: Any, bundles: Sequence[dict[str, Any]], own: dict[str, 
     every: dict[str, Any] = {}
     for bundle in (*bundles, own):
         every.update(bundle)
+    if "CODE" in places:
+        every["CODE"] = code_of(tuple(every.get(name) for name in places))
     found = {name: every.get(name) for name in places}
     for name, value in found.items():
         if value is None and name not in optional:
             raise TypeError(f"kernel {kernel.fn.__name__} misses the argument {name}")
     return found
+
+
+def code_of(values: Any) -> str:
+    """A key of the code of all functions in tuples, which Triton's key of a compiled kernel on the disk leaves out.
+
+    It is empty in the interpreter, which compiles nothing.
+    """
+    if isinstance(values, tuple):
+        return "".join(code_of(value) for value in values)
+    return getattr(values, "cache_key", "")
 
 
 def launch(

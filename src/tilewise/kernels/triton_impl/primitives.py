@@ -8,6 +8,8 @@ gradients of statistics, outputs, numbers, and after all of these the compile-ti
 Constants stand on the left of `&` and `==`, because Triton's interpreter passes switches as plain numbers.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -23,6 +25,28 @@ SOME_PICKS = tl.constexpr(8)  # picked columns that `without_picks` reads at onc
 LARGEST_SCORE = tl.constexpr(3.4028234663852886e38)  # the largest finite number of float32
 
 
+class ScoreInputs(NamedTuple):
+    """All that scores depend on besides the features, and where the macro-tile lies. Each kernel over scores builds it.
+
+    Switches are not among the fields: Triton would make numbers of a run out of constants that are assigned in a tuple.
+    """
+
+    scale: Any  # the number, loaded
+    bias: Any
+    softcap: Any
+    row_key: Any
+    col_key: Any
+    row_skip: Any
+    col_skip: Any
+    n: Any
+    m: Any
+    first: Any  # the index of the first column
+    ahead: Any  # the index of row 0 less that of column 0: row i and column i + ahead are the same sample
+    row_scale: Any = None
+    picked: Any = None  # columns to leave out: see `without_picks`
+    picks: Any = 0
+
+
 @triton.jit
 def with_rank(x):
     """Scores with the order of torch.argmax, in which NaN is the largest: inf stands for NaN, LARGEST_SCORE for inf."""
@@ -33,6 +57,21 @@ def with_rank(x):
 def without_rank(best, value):
     """``value``, or inf or NaN if that is the largest score; ``best`` is the largest of the scores of `with_rank`."""
     return tl.where(best == float("inf"), float("nan"), tl.where(best == LARGEST_SCORE, float("inf"), value))
+
+
+@triton.jit
+def shifts(shift, at, ok):
+    """The shifts of rows or columns in units of log2; 0 without shifts."""
+    start = tl.zeros_like(at).to(tl.float32)
+    if shift is not None:
+        start = tl.load(shift + at, mask=ok, other=0.0) * LOG2E
+    return start
+
+
+@triton.jit
+def finite(top):
+    """A maximum that can be subtracted: 0 instead of -inf, the maximum of no scores."""
+    return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
@@ -93,27 +132,26 @@ def own_column(rows, n, m, row_key, first, ahead, SCORE: tl.constexpr, POSITIVE:
 
 
 @triton.jit
-def positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE: tl.constexpr, POSITIVE: tl.constexpr):
+def positives(rows, cols, s, SCORE: tl.constexpr, POSITIVE: tl.constexpr):
     """Where the positives of a tile are: (R, C) bool."""
     if MANY == POSITIVE:
-        key = tl.load(row_key + rows, mask=rows < n, other=-1)
-        other = tl.load(col_key + cols, mask=cols < m, other=-3)
+        key = tl.load(s.row_key + rows, mask=rows < s.n, other=-1)
+        other = tl.load(s.col_key + cols, mask=cols < s.m, other=-3)
         hit = key[:, None] == other[None, :]  # a row of rank -1 matches no column
     else:
-        hit = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)[:, None] == cols[None, :]
+        own = own_column(rows, s.n, s.m, s.row_key, s.first, s.ahead, SCORE, POSITIVE)
+        hit = own[:, None] == cols[None, :]
     if MASK_SELF & SCORE:
-        hit = hit & ((rows[:, None] + ahead) != cols[None, :])
+        hit = hit & ((rows[:, None] + s.ahead) != cols[None, :])
     return hit
 
 
 @triton.jit
-def any_here(
-    rows, n, m, row_key, first, ahead, first_row, first_col, R: tl.constexpr, C: tl.constexpr, POSITIVE: tl.constexpr
-):
+def any_here(rows, s, first_row, first_col, R: tl.constexpr, C: tl.constexpr, POSITIVE: tl.constexpr):
     """Whether the only positive of any of these rows lies in this tile."""
     if DIAGONAL == POSITIVE:
-        return (first_row + ahead < first_col + C) & (first_row + ahead + R > first_col)
-    key = own_column(rows, n, m, row_key, first, ahead, 0, POSITIVE)
+        return (first_row + s.ahead < first_col + C) & (first_row + s.ahead + R > first_col)
+    key = own_column(rows, s.n, s.m, s.row_key, s.first, s.ahead, 0, POSITIVE)
     return tl.max(((key >= first_col) & (key < first_col + C)).to(tl.int32), 0) > 0
 
 
@@ -124,70 +162,68 @@ def row_scales(row_scale, rows, ok):
 
 
 @triton.jit
-def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead,
-               SCORE: tl.constexpr, POSITIVE: tl.constexpr, shift=0.0, row_scale=None):  # fmt: skip
+def score_tile(acc, rows, cols, s, SCORE: tl.constexpr, POSITIVE: tl.constexpr, shift=0.0):
     """Scores less ``shift``, one number, both in units of log2; -inf in columns past the end and for excluded pairs."""
-    inside = cols < m
+    inside = cols < s.m
     # A column past the end gets an offset of -inf. It is added to the product, so no `tl.where` over the tile is needed.
     if BIAS & SCORE:
-        offset = tl.load(bias + cols, mask=inside, other=float("-inf"))
+        offset = tl.load(s.bias + cols, mask=inside, other=float("-inf"))
     elif ONE_BIAS & SCORE:
-        offset = tl.where(inside, tl.load(bias), float("-inf"))
+        offset = tl.where(inside, tl.load(s.bias), float("-inf"))
     else:
         offset = tl.where(inside, 0.0, float("-inf"))
     if SOFTCAP & SCORE:
         # By its equation the cap turns a bias of -inf into -softcap. Only columns past the end stay at -inf.
-        x = (softcap * LOG2E) * tanh((acc * scale + offset[None, :]) / softcap)
-        if row_scale is not None:
-            x = x * row_scales(row_scale, rows, rows < n)[:, None]
+        x = (s.softcap * LOG2E) * tanh((acc * s.scale + offset[None, :]) / s.softcap)
+        if s.row_scale is not None:
+            x = x * row_scales(s.row_scale, rows, rows < s.n)[:, None]
         x = tl.where(inside[None, :], x, float("-inf")) - shift
-    elif row_scale is not None:
-        x = (acc * (scale * LOG2E) + (offset * LOG2E)[None, :]) * row_scales(row_scale, rows, rows < n)[:, None] - shift
+    elif s.row_scale is not None:
+        x = acc * (s.scale * LOG2E) + (offset * LOG2E)[None, :]
+        x = x * row_scales(s.row_scale, rows, rows < s.n)[:, None] - shift
     else:
-        x = acc * (scale * LOG2E) + (offset * LOG2E - shift)[None, :]
+        x = acc * (s.scale * LOG2E) + (offset * LOG2E - shift)[None, :]
     if SKIP & SCORE:
-        one = tl.load(row_skip + rows, mask=rows < n, other=-2)
-        excluded = one[:, None] == tl.load(col_skip + cols, mask=inside, other=-3)[None, :]
+        one = tl.load(s.row_skip + rows, mask=rows < s.n, other=-2)
+        excluded = one[:, None] == tl.load(s.col_skip + cols, mask=inside, other=-3)[None, :]
         if POSITIVE != 0:
-            hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
-            excluded = excluded & (hit == 0)
+            excluded = excluded & (positives(rows, cols, s, SCORE, POSITIVE) == 0)
         x = tl.where(excluded, float("-inf"), x)
     if MASK_SELF & SCORE:
-        x = tl.where((rows[:, None] + ahead) == cols[None, :], float("-inf"), x)
+        x = tl.where((rows[:, None] + s.ahead) == cols[None, :], float("-inf"), x)
     return x
 
 
 @triton.jit
-def scored_tile(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
-                n, m, first, ahead, D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
-                R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr, shift=0.0,
-                row_scale=None):  # fmt: skip
-    """Rows and columns of a tile, and its scores as in `score_tile`."""
+def scored_tile(a_desc, b_desc, s, tile_row, tile_col, D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr, shift=0.0):  # fmt: skip
+    """Rows and columns of a tile, and its scores as in `score_tile`, -inf in picked columns."""
     acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
     rows = tile_row * R + tl.arange(0, R)
     cols = tile_col * C + tl.arange(0, C)
-    x = score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead,
-                   SCORE, POSITIVE, shift, row_scale)  # fmt: skip
+    x = score_tile(acc, rows, cols, s, SCORE, POSITIVE, shift)
+    if s.picked is not None:
+        x = without_picks(x, rows, cols, s, tile_col * C, C)
     return rows, cols, x
 
 
 @triton.jit
-def without_picks(x, rows, cols, n, first, first_col, picked, picks, C: tl.constexpr):
+def without_picks(x, rows, cols, s, first_col, C: tl.constexpr):
     """The scores of a tile with -inf in the columns ``picked``, (n, picks) global indices that ascend in each row.
 
     ``first_col`` is the tile's first column. The picks of a row in this tile are those from ``low`` to ``high``.
     """
-    start, ok = first + first_col, rows < n
-    row_at = picked + rows.to(tl.int64) * picks
+    start, ok = s.first + first_col, rows < s.n
+    row_at = s.picked + rows.to(tl.int64) * s.picks
     low, high = tl.zeros_like(rows), tl.zeros_like(rows)
-    for k in range(0, picks, SOME_PICKS):
+    for k in range(0, s.picks, SOME_PICKS):
         at = k + tl.arange(0, SOME_PICKS)
-        here = ok[:, None] & (at < picks)[None, :]
+        here = ok[:, None] & (at < s.picks)[None, :]
         col = tl.load(row_at[:, None] + at[None, :], mask=here, other=2**62)
         low += tl.sum((col < start).to(tl.int32), 1)
         high += tl.sum((col < start + C).to(tl.int32), 1)
     for k in range(0, tl.max(high - low, 0)):
-        col = (tl.load(row_at + low + k, mask=low + k < high, other=-1) - first).to(tl.int32)
+        col = (tl.load(row_at + low + k, mask=low + k < high, other=-1) - s.first).to(tl.int32)
         x = tl.where(col[:, None] == cols[None, :], float("-inf"), x)
     return x
 

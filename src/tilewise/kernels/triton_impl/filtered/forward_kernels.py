@@ -25,13 +25,15 @@ from tilewise.kernels.triton_impl.primitives import (
     LN2,
     LOG2E,
     NO_SHARE,
+    ScoreInputs,
+    finite,
     score_tile,
     scored_tile,
     tile_place,
     with_rank,
     without_rank,
 )
-from tilewise.kernels.triton_impl.two_pass.forward_kernels import finite, raised
+from tilewise.kernels.triton_impl.two_pass.forward_kernels import raised
 
 
 @kernel(optional=("bias",), dynamic=("m", "first", "first_tile", "b_units", "out_units"))
@@ -98,14 +100,13 @@ def mass_kernel(a_desc, b_desc, scale, bias, softcap, order, row_shift, skip_if,
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     tiles = row_tiles * col_tiles
     tiles = tl.where(tl.load(skip_if) != 0, 0, tiles)
-    s = tl.load(scale)
     own_bias = bias
     if BIAS & SCORE:
         own_bias = bias + first
+    s = ScoreInputs(tl.load(scale), own_bias, softcap, None, None, None, None, n, m, 0, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        rows, cols, x = scored_tile(a_desc, b_desc, s, own_bias, softcap, None, None, None, None, tile_row, tile_col, n, m, 0, 0,
-                                 D, SCORE, 0, R, C, K, EXACT)  # fmt: skip
+        rows, cols, x = scored_tile(a_desc, b_desc, s, tile_row, tile_col, D, SCORE, 0, R, C, K, EXACT)
         safe, total = log_sum(x)
         here = (first_tile + tile_col).to(tl.int64) * n + rows
         if entropy_part is not None:
@@ -138,7 +139,8 @@ def probe_kernel(product, scale, bias, softcap, row_key, place, order, part, ent
     acc = tl.load(product + col.to(tl.int64)[None, :] * S + row[:, None], mask=ok[None, :], other=0.0).to(tl.float32)
     # A column past the end gets the index m and scores -inf.
     col = tl.where(ok, col, m)
-    x = score_tile(acc, row, col, S, m, tl.load(scale), bias, softcap, None, None, None, None, 0, 0, SCORE, 0)
+    s = ScoreInputs(tl.load(scale), bias, softcap, None, None, None, None, S, m, 0, 0)
+    x = score_tile(acc, row, col, s, SCORE, 0)
     safe, total = log_sum(x)
     tl.store(part + tile.to(tl.int64) * S + row, safe + total)
     if entropy_part is not None:

@@ -12,7 +12,15 @@ import triton.language as tl
 
 from tilewise.kernels.triton_impl.bits import BIAS_COLS, BIAS_TOTAL
 from tilewise.kernels.triton_impl.launch import SCORE_KEYS, TILE_NUMBERS, kernel
-from tilewise.kernels.triton_impl.primitives import LN2, any_here, own_column, scored_tile, store_tile, tile_place
+from tilewise.kernels.triton_impl.primitives import (
+    LN2,
+    ScoreInputs,
+    any_here,
+    own_column,
+    scored_tile,
+    store_tile,
+    tile_place,
+)
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor
 from tilewise.kernels.triton_impl.two_pass.softplus_kernels import log1p, softplus_join, softplus_sum
 
@@ -64,7 +72,7 @@ def sigmoid_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     tiles = row_tiles * col_tiles
-    s = tl.load(scale)
+    s = ScoreInputs(tl.load(scale), bias, softcap, row_key, col_key, row_skip, col_skip, n, m, first, ahead)
     f = outer_factor(factor)
     mine = loss_part + tl.program_id(0) * R + tl.arange(0, R)
     loss = tl.load(mine)
@@ -73,9 +81,8 @@ def sigmoid_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         tiles, loss = tl.where(wanted, tiles, 0), tl.where(wanted, 0.0, loss)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=not REPAIR):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
-                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
-        meets = any_here(rows, n, m, row_key, first, ahead, tile_row * R, tile_col * C, R, C, POSITIVE)
+        rows, cols, x = scored_tile(a_desc, b_desc, s, tile_row, tile_col, D, SCORE, POSITIVE, R, C, K, EXACT)
+        meets = any_here(rows, s, tile_row * R, tile_col * C, R, C, POSITIVE)
         if meets:
             key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
             x = tl.where(key[:, None] == cols[None, :], -x, x)

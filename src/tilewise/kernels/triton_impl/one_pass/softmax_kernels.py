@@ -20,7 +20,15 @@ import triton.language as tl
 
 from tilewise.kernels.triton_impl.bits import SOFTCAP
 from tilewise.kernels.triton_impl.launch import SCORE_KEYS, TILE_NUMBERS, kernel
-from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, own_column, scored_tile, store_tile, tile_place
+from tilewise.kernels.triton_impl.primitives import (
+    LN2,
+    LOG2E,
+    ScoreInputs,
+    own_column,
+    scored_tile,
+    store_tile,
+    tile_place,
+)
 
 LARGEST_SUM = tl.constexpr(2.0**80)  # of a row in a tile; above, needs_repair is set
 SMALLEST_SHARE = tl.constexpr(2.0**-20)  # |w_i + 2 z_i lse_i| is at least this share of |w_i|
@@ -56,11 +64,10 @@ def exponent_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     tiles = row_tiles * col_tiles
     if REPAIR & MODE:
         tiles = tl.where(tl.load(needs_repair) != 0, tiles, 0)
-    s = tl.load(scale)
+    s = ScoreInputs(tl.load(scale), bias, softcap, row_key, col_key, row_skip, col_skip, n, m, first, ahead)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        rows, _, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
-                                 n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
+        rows, _, x = scored_tile(a_desc, b_desc, s, tile_row, tile_col, D, SCORE, POSITIVE, R, C, K, EXACT)
         ok_rows = rows < n
         if MAXIMA & MODE:
             tl.store(row_part + tile_col * n + rows, tl.max(x, 1), mask=ok_rows)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton_impl.bits import DIAGONAL, MANY, SOFTCAP
-from tilewise.kernels.triton_impl.primitives import LN2
+from tilewise.kernels.triton_impl.primitives import LN2, ScoreInputs
 from tilewise.kernels.triton_impl.small.row_tiles import (
     SIGMOID,
     STATS,
@@ -83,11 +83,9 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
     """
     rows = tl.program_id(0) * R + tl.arange(0, R)
     ok = rows < n
-    s = factor_of(scale, number)
+    s = ScoreInputs(factor_of(scale, number), bias, softcap, row_key, col_key, row_skip, col_skip, n, m, 0, 0)
     at = x + rows.to(tl.int64)[:, None] * row_step
-    top, total, at_positive, count, _, _, _ = row_sums(
-        at, rows, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, col_step, R, C, SCORE, POSITIVE, LOSS, 0
-    )
+    top, total, at_positive, count, _, _, _ = row_sums(at, rows, s, col_step, R, C, SCORE, POSITIVE, LOSS, 0)
     w = row_weights(rows, ok, count, row_key, weight, ignored, POSITIVE, KEPT)
     if SIGMOID == LOSS:
         value = total
@@ -117,9 +115,10 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
         tl.store(factor_out + rows, f, mask=ok)
         tl.store(hit_out + rows, h, mask=ok)
     elif g is not None:
-        times = finite(common) * s if WHOLE else 1.0
-        write_gradient(at, rows, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, col_step,
-                       top, total, f, h, None, times, g, dot, bias_dot, R, C, SCORE, POSITIVE, LOSS)  # fmt: skip
+        times = finite(common) * s.scale if WHOLE else 1.0
+        write_gradient(
+            at, rows, s, col_step, top, total, f, h, None, times, g, dot, bias_dot, R, C, SCORE, POSITIVE, LOSS
+        )
 
 
 @triton.jit
@@ -133,9 +132,8 @@ def both_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
     cols = tl.program_id(0) % col_tiles * C + tl.arange(0, C)
     ok_row, ok_col = rows < n, cols < m
     place = rows.to(tl.int64)[:, None] * m
-    s = factor_of(scale, number)
-    acc, v, hit, here = loaded_tile(x + place, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key,
-                                    1, SCORE, POSITIVE)  # fmt: skip
+    s = ScoreInputs(factor_of(scale, number), bias, softcap, row_key, col_key, row_skip, col_skip, n, m, 0, 0)
+    acc, v, hit, here = loaded_tile(x + place, rows, cols, s, 1, SCORE, POSITIVE)
     f_row, f_col = (
         tl.load(row_factor + rows, mask=ok_row, other=0.0),
         tl.load(col_factor + cols, mask=ok_col, other=0.0),
@@ -153,7 +151,7 @@ def both_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
     if dot is not None:
         tl.store(dot + tl.program_id(0), tl.sum(tl.sum(tl.where(here, grad * acc, 0.0), 1), 0))
     if WHOLE:
-        grad = grad * (s * share)
+        grad = grad * (s.scale * share)
     tl.store(g + place + cols[None, :], grad.to(g.dtype.element_ty), mask=here)
 
 

@@ -35,26 +35,23 @@ def cap_factor(x, softcap):
 
 
 @triton.jit
-def loaded_tile(at, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, col_step,
-                SCORE: tl.constexpr, POSITIVE: tl.constexpr):  # fmt: skip
+def loaded_tile(at, rows, cols, s, col_step, SCORE: tl.constexpr, POSITIVE: tl.constexpr):
     """Products, scores, positives, and which pairs exist, of one tile; ``at``: where its rows start, (R, 1)."""
-    here = (rows < n)[:, None] & (cols < m)[None, :]
+    here = (rows < s.n)[:, None] & (cols < s.m)[None, :]
     acc = tl.load(at + cols.to(tl.int64)[None, :] * col_step, mask=here, other=0.0)
-    v = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, 0, 0,
-                   SCORE, POSITIVE)  # fmt: skip
+    v = score_tile(acc, rows, cols, s, SCORE, POSITIVE)
     if ROW_BIAS & SCORE:
-        v += tl.load(bias + rows, mask=rows < n, other=0.0)[:, None] * LOG2E
+        v += tl.load(s.bias + rows, mask=rows < s.n, other=0.0)[:, None] * LOG2E
     if POSITIVE == 0:
         hit = here & (cols < 0)[None, :]
     else:
-        hit = here & positives(rows, cols, n, m, row_key, col_key, 0, 0, SCORE, POSITIVE)
+        hit = here & positives(rows, cols, s, SCORE, POSITIVE)
     return acc, v, hit, here
 
 
 @triton.jit
-def row_sums(at, rows, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, col_step,
-             R: tl.constexpr, C: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, LOSS: tl.constexpr,
-             MORE: tl.constexpr):  # fmt: skip
+def row_sums(at, rows, s, col_step, R: tl.constexpr, C: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+             LOSS: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
     """Of each row: the largest score, the sum of exp(score - largest) or of softplus, scores and number of positives;
 
     and with the bits of MORE the sum of exp(score - largest) (score - largest), and the largest score's rank and column.
@@ -63,10 +60,9 @@ def row_sums(at, rows, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_
     total, moment = tl.zeros((R,), tl.float32), tl.zeros((R,), tl.float32)
     at_positive, count = tl.zeros((R,), tl.float32), tl.zeros((R,), tl.float32)
     best, best_col = tl.full((R,), float("-inf"), tl.float32), tl.zeros((R,), tl.int32)
-    for start in range(0, m, C):
+    for start in range(0, s.m, C):
         cols = start + tl.arange(0, C)
-        _acc, v, hit, here = loaded_tile(at, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key,
-                                        col_step, SCORE, POSITIVE)  # fmt: skip
+        _acc, v, hit, here = loaded_tile(at, rows, cols, s, col_step, SCORE, POSITIVE)
         count += tl.sum(hit.to(tl.float32), 1)
         if SIGMOID == LOSS:
             v = tl.where(hit, -v, v)
@@ -84,29 +80,27 @@ def row_sums(at, rows, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_
         if TOP & MORE:
             rank = with_rank(v)
             first = tl.max(rank, 1)
-            col = tl.min(tl.where(rank == first[:, None], cols[None, :], m), 1)  # the lowest of equal ones
+            col = tl.min(tl.where(rank == first[:, None], cols[None, :], s.m), 1)  # the lowest of equal ones
             best, best_col = tl.maximum(best, first), tl.where(first > best, col, best_col)
     return top, total, at_positive, count, moment, best, best_col
 
 
 @triton.jit
-def write_gradient(at, rows, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, col_step,
-                   top, total, f, h, entropy, times, g, dot, bias_dot, R: tl.constexpr, C: tl.constexpr,
-                   SCORE: tl.constexpr, POSITIVE: tl.constexpr, LOSS: tl.constexpr):  # fmt: skip
+def write_gradient(at, rows, s, col_step, top, total, f, h, entropy, times, g, dot, bias_dot,
+                   R: tl.constexpr, C: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, LOSS: tl.constexpr):  # fmt: skip
     """G times ``times``, and the rows' sums of G: with the products for the scale, and alone for one bias.
 
     G_ij = exp(l_ij) (f_i - entropy_i l_ij) - h_i [positive], where l is the logarithmic softmax; f_i sigmoid(+-x_ij)
     for a sigmoid loss. ``top`` and ``total`` are those of `row_sums`; without ``entropy`` it is 0.
     """
-    ok = rows < n
+    ok = rows < s.n
     none = (f == 0.0) & (h == 0.0)
     if entropy is not None:
         none = none & (entropy == 0.0)
     for_scale, for_bias = tl.zeros((R,), tl.float32), tl.zeros((R,), tl.float32)
-    for start in range(0, m, C):
+    for start in range(0, s.m, C):
         cols = start + tl.arange(0, C)
-        acc, v, hit, here = loaded_tile(at, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key,
-                                        col_step, SCORE, POSITIVE)  # fmt: skip
+        acc, v, hit, here = loaded_tile(at, rows, cols, s, col_step, SCORE, POSITIVE)
         if SIGMOID == LOSS:
             signed = tl.where(hit, -v, v)
             e = tl.exp2(-tl.abs(signed))
@@ -121,12 +115,12 @@ def write_gradient(at, rows, n, m, s, bias, softcap, row_skip, col_skip, row_key
                 each = (f / total)[:, None]
             grad = tl.exp2(less) * each - tl.where(hit, h[:, None], 0.0)
         if SOFTCAP & SCORE:
-            grad = grad * cap_factor(v, softcap)
+            grad = grad * cap_factor(v, s.softcap)
         grad = tl.where(none[:, None], 0.0, grad)
         for_scale += tl.sum(tl.where(here, grad * acc, 0.0), 1)
         for_bias += tl.sum(tl.where(here, grad, 0.0), 1)
         grad = grad * times
-        tl.store(g + rows.to(tl.int64)[:, None] * m + cols[None, :], grad.to(g.dtype.element_ty), mask=here)
+        tl.store(g + rows.to(tl.int64)[:, None] * s.m + cols[None, :], grad.to(g.dtype.element_ty), mask=here)
     if dot is not None:
         tl.store(dot + rows, for_scale, mask=ok)
     if bias_dot is not None:

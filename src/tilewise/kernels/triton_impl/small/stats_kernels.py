@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton_impl.bits import ENTROPY
-from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, without_rank
+from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, ScoreInputs, without_rank
 from tilewise.kernels.triton_impl.small.row_tiles import factor_of, row_sums, safe, write_gradient
 
 
@@ -26,10 +26,8 @@ def stats_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, co
     rows = tl.program_id(0) * R + tl.arange(0, R)
     ok = rows < n
     at = x + rows.to(tl.int64)[:, None] * m
-    top, total, at_positive, count, moment, best, best_col = row_sums(
-        at, rows, n, m, factor_of(scale, number), bias, softcap, row_skip, col_skip, row_key, col_key, 1, R, C,
-        SCORE, POSITIVE, LOSS, MORE
-    )  # fmt: skip
+    s = ScoreInputs(factor_of(scale, number), bias, softcap, row_key, col_key, row_skip, col_skip, n, m, 0, 0)
+    top, total, at_positive, count, moment, best, best_col = row_sums(at, rows, s, 1, R, C, SCORE, POSITIVE, LOSS, MORE)
     if softplus_out is not None:
         tl.store(softplus_out + rows, total * LN2, mask=ok)
     shift = tl.zeros((R,), tl.float32)
@@ -61,12 +59,10 @@ def stats_gradient_kernel(x, scale, number, bias, softcap, row_key, col_key, row
     """
     rows = tl.program_id(0) * R + tl.arange(0, R)
     ok = rows < n
-    s = factor_of(scale, number)
+    s = ScoreInputs(factor_of(scale, number), bias, softcap, row_key, col_key, row_skip, col_skip, n, m, 0, 0)
     at = x + rows.to(tl.int64)[:, None] * m
     MORE: tl.constexpr = 0 if entropy is None else ENTROPY
-    top, total, _, _, moment, _, _ = row_sums(
-        at, rows, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, 1, R, C, SCORE, POSITIVE, LOSS, MORE
-    )
+    top, total, _, _, moment, _, _ = row_sums(at, rows, s, 1, R, C, SCORE, POSITIVE, LOSS, MORE)
     total = tl.where(total == 0.0, 1.0, total)  # a row without scores has no gradient
     f, h, of_entropy = tl.zeros((R,), tl.float32), tl.zeros((R,), tl.float32), None
     if lse is not None:
@@ -78,6 +74,5 @@ def stats_gradient_kernel(x, scale, number, bias, softcap, row_key, col_key, row
     if entropy is not None:
         of_entropy = tl.load(entropy + rows, mask=ok, other=0.0)
         f -= of_entropy * (tl.log2(total) - moment / total) * LN2
-    times = s if WHOLE else 1.0 / tl.load(size)
-    write_gradient(at, rows, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, 1,
-                   top, total, f, h, of_entropy, times, g, dot, bias_dot, R, C, SCORE, POSITIVE, LOSS)  # fmt: skip
+    times = s.scale if WHOLE else 1.0 / tl.load(size)
+    write_gradient(at, rows, s, 1, top, total, f, h, of_entropy, times, g, dot, bias_dot, R, C, SCORE, POSITIVE, LOSS)

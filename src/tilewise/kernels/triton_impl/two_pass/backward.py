@@ -14,6 +14,7 @@ from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats, large
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.buffers import Buffer, Descriptor
 from tilewise.kernels.triton_impl.scores import Scores, bit_sum, cdiv, pieces, tile_descriptor, vector
+from tilewise.kernels.triton_impl.statistics import factor_functions
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as kernels
 from tilewise.kernels.triton_impl.two_pass.gradient_sum import GradientSum
 from tilewise.kernels.triton_impl.two_pass.guide_kernels import guided_gradient_kernel
@@ -57,7 +58,7 @@ def folded_picks(pair: Pair, stats: Stats, grad: GradStats, spec: PairSpec) -> t
 
 
 def folded_gradients(stats: Stats, grad: GradStats) -> GradStats:
-    """v, h and c of `token_terms` as the gradients of the log-sum-exp, the entropy and the squares of each row."""
+    """v, h and c of `statistics` as the gradients of the log-sum-exp, the entropy and the squares of each row."""
     if grad.row_entropy is None and grad.row_sum_sq is None:
         return grad
     assert stats.row_lse is not None
@@ -151,12 +152,11 @@ class Backward:
             (bit.SOFTPLUS, self.spec.softplus),
             (bit.ROW_SUM, "grad_sum" in more),
             (bit.MIRROR, sym),
-            (bit.ENTROPY, "grad_entropy" in more),
-            (bit.SUM_SQ, "grad_square" in more),
             (bit.HOT, "grad_hot" in more),
             (bit.BIAS_TOTAL, needs.bias and self.shared_bias),
             (bit.BIAS_COLS, needs.bias and not self.shared_bias),
         )
+        scores.fixed["FACTORS"] = factor_functions(more)
         self.span = self._span() if self.terms & bit.ROWS.value and self.terms & bit.COLS.value else None
         if scores.positive in ONE_POSITIVE and not self.tiles_have_positives:
             own = more.get("own")
@@ -290,7 +290,7 @@ class Backward:
             scores.tiles(guided_gradient_kernel, i, j, self.sizes, g_desc=desc, bias_part=part, **stored, **shared)
         elif is_saved and self.factors is None:
             assert self.saved is not None
-            self.saved.write_gradient(scores, j, **shared)
+            self.saved.write_gradient(scores, j, self.inside)
         else:
             more = {"g_desc": desc, "span": span, "bias_part": part} | shared
             for wide in (False, True) if self.span is not None else (True,):

@@ -1,7 +1,7 @@
 """The operand G of the gradient products, for a macro-tile, in the type of the features.
 
     G_ij = e_ij (u_i + v_j) + g_pos_i [positive] + ...     e_ij = exp(x_ij - t)
-           + p_ij (v_i + h_i (row_lse_i - x_ij) + c_i p_ij),   p_ij = exp(x_ij - row_lse_i), see `token_terms`
+    without columns exp(x_ij - row_lse_i) (g_i + the factors of the row's statistics), see `statistics`
     u_i = g_i exp(t - row_lse_i),  v_j = g_j exp(t - col_lse_j),  t = the largest log-sum-exp of all rows and columns
 
 One exponential serves both directions. If the log-sum-exps span too much for that (``span``), each direction computes its
@@ -17,29 +17,26 @@ from tilewise.kernels.triton_impl.bits import (
     BIAS_COLS,
     BIAS_TOTAL,
     COLS,
-    ENTROPY,
     MANY,
     MIRROR,
     ROW_SUM,
     ROWS,
     SOFTCAP,
     SOFTPLUS,
-    SUM_SQ,
 )
 from tilewise.kernels.triton_impl.launch import SCORE_KEYS, TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import (
-    LN2,
     LOG2E,
-    NO_SHARE,
+    ScoreInputs,
     positives,
     row_scales,
     row_stride,
     scored_tile,
+    shifts,
     store_tile,
     tile_place,
-    without_picks,
 )
-from tilewise.kernels.triton_impl.two_pass.forward_kernels import shifts
+from tilewise.kernels.triton_impl.statistics import GradRows, softmax_term
 
 WIDEST_SPAN = tl.constexpr(60.0)
 TINY_SCALE = tl.constexpr(1e-30)
@@ -54,20 +51,6 @@ def side(lse, shift, grad, at, ok, factor):
     level = tl.load(lse + at, mask=ok, other=float("inf"))
     level = tl.where(level == float("-inf"), float("inf"), level) * LOG2E
     return level, shifts(shift, at, ok), tl.load(grad + at, mask=ok, other=0.0) * factor
-
-
-@triton.jit
-def token_terms(p, below, value, grad_entropy, grad_square, at, ok, factor, TERMS: tl.constexpr):
-    """p (v + h (lse - x) + c p) for p = 2**below and below = x - lse in units of log2; v is ``value``, given times factor.
-
-    The entropy H and q = log sum p^2, with gradients h and g, and the gradient of the log-sum-exp, make v, h and c:
-    v = grad_lse - h H - 2 g,  c = 2 g exp(-q).
-    """
-    if SUM_SQ & TERMS:
-        value = value + tl.load(grad_square + at, mask=ok, other=0.0) * factor * p
-    if ENTROPY & TERMS:
-        value = value - tl.load(grad_entropy + at, mask=ok, other=0.0) * factor * LN2 * tl.maximum(below, NO_SHARE)
-    return p * value
 
 
 @triton.jit
@@ -107,7 +90,7 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                     n, m, first, ahead,
                     D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr,
                     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-                    EXACT: tl.constexpr):  # fmt: skip
+                    EXACT: tl.constexpr, FACTORS: tl.constexpr, CODE: tl.constexpr):  # fmt: skip
     """G of one macro-tile of n x m scores, every gradient of a statistic multiplied by ``factor``.
 
     For both directions it is launched twice, WIDE and not; the launch that does not suit the span returns at once.
@@ -116,18 +99,16 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     tiles = row_tiles * col_tiles
     if span is not None:
         tiles = tl.where((tl.load(span) >= WIDEST_SPAN) == WIDE, tiles, 0)
-    s = tl.load(scale)
+    s = ScoreInputs(tl.load(scale), bias, softcap, row_key, col_key, row_skip, col_skip, n, m, first, ahead,
+                    row_scale, picked, picks)  # fmt: skip
     f = outer_factor(factor)
     t = 0.0
     if (ROWS & TERMS) and (COLS & TERMS) and not WIDE:
         t = tl.load(span + 1)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
-                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, t, row_scale)  # fmt: skip
+        rows, cols, x = scored_tile(a_desc, b_desc, s, tile_row, tile_col, D, SCORE, POSITIVE, R, C, K, EXACT, t)
         ok_rows, ok_cols = rows < n, cols < m
-        if picked is not None:
-            x = without_picks(x, rows, cols, n, first, tile_col * C, picked, picks, C)
         g = tl.where(x == x, 0.0, 0.0)  # where none of these terms follows
         if SOFTPLUS & TERMS:
             g = sigmoid(x) * (tl.load(grad_row + rows, mask=ok_rows, other=0.0) * f)[:, None]
@@ -135,18 +116,12 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             u = tl.load(row_share + rows, mask=ok_rows, other=0.0)
             v = tl.load(col_share + cols, mask=ok_cols, other=0.0)
             g = tl.exp2(x) * (u[:, None] + v[None, :])
-        elif (ENTROPY + SUM_SQ) & TERMS:
-            row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
-            below = (x - row_from[:, None]) - row_level[:, None]
-            g = token_terms(tl.exp2(below), below, row_in[:, None], grad_entropy, grad_square, rows[:, None],
-                            ok_rows[:, None], f, TERMS)  # fmt: skip
         elif ROWS & TERMS:
             row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
-            if row_shift is not None:
-                x_row = x - row_from[:, None]
-            else:
-                x_row = x
-            g = row_in[:, None] * tl.exp2(x_row - row_level[:, None])
+            coming = row_in[:, None]  # after `below` it would take a register more
+            below = (x - row_from[:, None]) - row_level[:, None]
+            mine = GradRows(rows[:, None], ok_rows[:, None], f, grad_entropy, grad_square)
+            g = softmax_term(coming, tl.exp2(below), below, mine, FACTORS)
         if (COLS & TERMS) and (WIDE or not (ROWS & TERMS)):
             col_level, col_from, col_in = side(col_lse, col_shift, grad_col, cols, ok_cols, f)
             down = col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
@@ -155,7 +130,7 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             else:
                 g = down
         if (MANY == POSITIVE) and (grad_pos is not None):
-            hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
+            hit = positives(rows, cols, s, SCORE, POSITIVE)
             value = (tl.load(grad_pos + rows, mask=ok_rows, other=0.0) * f)[:, None]
             if MIRROR & TERMS:
                 value = value + (tl.load(grad_pos_col + cols, mask=ok_cols, other=0.0) * f)[None, :]

@@ -11,6 +11,7 @@ from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.buffers import Buffer
 from tilewise.kernels.triton_impl.scores import POSITIVE_ROWS, Scores, bit_sum, cdiv, pieces, tile_descriptor
 from tilewise.kernels.triton_impl.sizes import multiprocessors
+from tilewise.kernels.triton_impl.statistics import forward_functions, wanted_parts
 from tilewise.kernels.triton_impl.two_pass import forward_kernels as kernels
 from tilewise.kernels.triton_impl.two_pass.macro_tile import macro_tile
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kernel
@@ -39,6 +40,7 @@ class Forward:
                 saved.allocate(max(cols, more), scores.empty)
         rows, cols = min(self.n, self.row_step), min(self.m, self.col_step)
         row_tiles, col_tiles = cdiv(rows, self.sizes.rows), cdiv(cols, self.sizes.cols)
+        scores.fixed |= forward_functions(spec)
         self.row_part = scores.empty("row_part", self._row_statistics() * col_tiles * rows)
         self.col_part: Buffer | None = None
         if spec.col_lse or (spec.symmetric and rows < self.n):
@@ -60,8 +62,8 @@ class Forward:
 
     def _row_statistics(self) -> int:
         """How many numbers a tile writes for each of its rows, at least 1."""
-        spec = self.spec
-        return 1 + (spec.positive == "many") + spec.row_sum + spec.row_entropy + spec.row_sum_sq + 2 * spec.row_top
+        more = sum(one.numbers for one in wanted_parts(self.spec))
+        return 1 + (self.spec.positive == "many") + self.spec.row_sum + more
 
     def _col_statistics(self) -> int:
         """How many numbers a strip of tiles writes for each of its columns, if it writes any."""
@@ -158,9 +160,6 @@ class Forward:
             (bit.SOFTPLUS, spec.softplus),
             (bit.ROW_SUM, spec.row_sum),
             (bit.MIRROR, mirrored),
-            (bit.ENTROPY, spec.row_entropy),
-            (bit.SUM_SQ, spec.row_sum_sq),
-            (bit.TOP, spec.row_top),
         )
         return {"STATS": stats, "STRIP": self._strip(i, j, columns)}
 
@@ -192,7 +191,7 @@ class Forward:
         values: dict[str, Any] = self._switches(i, j, mirrored) | {
             "ROW_FIRST": first[0],
             "COL_FIRST": columns and first[1],
-            "LAST": self.spec.row_top and j.stop == self.m,
+            "LAST": bool(scores.fixed["FOLDS"]) and j.stop == self.m,
         }
         values |= {"row_part": self.row_part, "col_part": self.col_part if columns else None, "tops": self.tops}
         values |= {"R": sizes.rows, "C": sizes.cols, "BLOCK": block}

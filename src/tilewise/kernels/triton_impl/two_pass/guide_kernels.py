@@ -19,38 +19,36 @@ from tilewise.kernels.triton_impl.primitives import (
     LN2,
     LOG2E,
     NO_SHARE,
+    ScoreInputs,
+    finite,
     in_units,
     own_column,
     score_tile,
+    shifts,
     store_tile,
     tile_dot,
     tile_place,
 )
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import cap_slope, outer_factor
-from tilewise.kernels.triton_impl.two_pass.forward_kernels import finite, shifts
 
 GUIDE_NUMBERS = (*TILE_NUMBERS, "guide_softcap", "hot", "beta", "rest")
 
 
 @triton.jit
-def guided_tile(a_desc, b_desc, scale, bias, softcap, ga_desc, gb_desc, guide_scale, guide_bias, guide_softcap,
-                row_key, col_key, row_skip, col_skip, row_limit, tile_row, tile_col, n, m, first, ahead,
-                D: tl.constexpr, E: tl.constexpr, GUIDE: tl.constexpr, SCORE: tl.constexpr, GUIDE_SCORE: tl.constexpr,
-                POSITIVE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
-                EXACT: tl.constexpr):  # fmt: skip
+def guided_tile(a_desc, b_desc, s, ga_desc, gb_desc, guide, row_limit, tile_row, tile_col, D: tl.constexpr, E: tl.constexpr,
+                GUIDE: tl.constexpr, SCORE: tl.constexpr, GUIDE_SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """Rows and columns of a tile, its scores x (with MASK those above the limit are -inf), and the guide's scores y."""
     rows = tile_row * R + tl.arange(0, R)
     cols = tile_col * C + tl.arange(0, C)
     acc = tile_dot(ga_desc, gb_desc, tile_row * R, tile_col * C, E, R, C, K, EXACT)
-    y = score_tile(acc, rows, cols, n, m, guide_scale, guide_bias, guide_softcap, None, None, None, None, first, ahead,
-                   GUIDE_SCORE, 0)  # fmt: skip
+    y = score_tile(acc, rows, cols, guide, GUIDE_SCORE, 0)
     acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-    x = score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead,
-                   SCORE, POSITIVE)  # fmt: skip
+    x = score_tile(acc, rows, cols, s, SCORE, POSITIVE)
     if MASK == GUIDE:
-        above = y > (tl.load(row_limit + rows, mask=rows < n, other=0.0) * LOG2E)[:, None]
+        above = y > (tl.load(row_limit + rows, mask=rows < s.n, other=0.0) * LOG2E)[:, None]
         if POSITIVE != 0:
-            own = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
+            own = own_column(rows, s.n, s.m, s.row_key, s.first, s.ahead, SCORE, POSITIVE)
             above = above & (own[:, None] != cols[None, :])
         x = tl.where(above, float("-inf"), x)
     return rows, cols, x, y
@@ -126,13 +124,13 @@ def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     and ``guide_norm``; without them its parts are not computed.
     """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
-    s, guide_s = tl.load(scale), tl.load(guide_scale)
+    s = ScoreInputs(tl.load(scale), bias, softcap, row_key, col_key, row_skip, col_skip, n, m, first, ahead)
+    guide = ScoreInputs(tl.load(guide_scale), guide_bias, guide_softcap, None, None, None, None, n, m, first, ahead)
     # One stage: narrow features leave no inner loop, and pipelining this one would take twice the shared memory.
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, num_stages=1):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        rows, _, x, y = guided_tile(a_desc, b_desc, s, bias, softcap, ga_desc, gb_desc, guide_s, guide_bias, guide_softcap,
-                                    row_key, col_key, row_skip, col_skip, row_limit, tile_row, tile_col, n, m, first, ahead,
-                                    D, E, GUIDE, SCORE, GUIDE_SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
+        rows, _, x, y = guided_tile(a_desc, b_desc, s, ga_desc, gb_desc, guide, row_limit, tile_row, tile_col, D, E, GUIDE,
+                                    SCORE, GUIDE_SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
         if x_desc is not None:
             store_tile(x_desc, tile_row * R, tile_col * C, x)
             store_tile(y_desc, tile_row * R, tile_col * C, y)
@@ -243,15 +241,15 @@ def guided_gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     k ``grad_guide``, l ``row_level``, t ``grad_hot``. Scores ``x`` and ``y`` that forward saved are not computed again.
     """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
-    s, guide_s, f = tl.load(scale), tl.load(guide_scale), outer_factor(factor)
+    s = ScoreInputs(tl.load(scale), bias, softcap, row_key, col_key, row_skip, col_skip, n, m, first, ahead)
+    guide = ScoreInputs(tl.load(guide_scale), guide_bias, guide_softcap, None, None, None, None, n, m, first, ahead)
+    f = outer_factor(factor)
     # One stage: narrow features leave no inner loop, and pipelining this one would take twice the shared memory.
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, num_stages=1):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         if x is None:
-            rows, cols, own, other = guided_tile(
-                a_desc, b_desc, s, bias, softcap, ga_desc, gb_desc, guide_s, guide_bias, guide_softcap,
-                row_key, col_key, row_skip, col_skip, row_limit, tile_row, tile_col, n, m, first, ahead,
-                D, E, GUIDE, SCORE, GUIDE_SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
+            rows, cols, own, other = guided_tile(a_desc, b_desc, s, ga_desc, gb_desc, guide, row_limit, tile_row, tile_col,
+                                                 D, E, GUIDE, SCORE, GUIDE_SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
         else:
             rows, cols = tile_row * R + tl.arange(0, R), tile_col * C + tl.arange(0, C)
             at = rows.to(tl.int64)[:, None] * in_units(stored_stride, 4) + cols[None, :]
@@ -265,7 +263,7 @@ def guided_gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         if ROWS & TERMS:
             value += tl.load(grad_row + rows, mask=ok_rows, other=0.0) * f
         g = p * value[:, None]
-        if ENTROPY & TERMS:
+        if grad_entropy is not None:
             h = tl.load(grad_entropy + rows, mask=ok_rows, other=0.0) * (f * LN2)
             g -= h[:, None] * p * tl.maximum(log_p, NO_SHARE)
         if grad_guide is not None:

@@ -13,7 +13,6 @@ import triton.language as tl
 from tilewise.kernels.triton_impl.bits import (
     BIAS,
     COLS,
-    ENTROPY,
     MIRROR,
     ONE_BIAS,
     PICKED,
@@ -21,19 +20,17 @@ from tilewise.kernels.triton_impl.bits import (
     ROWS,
     SOFTCAP,
     SOFTPLUS,
-    SUM_SQ,
 )
 from tilewise.kernels.triton_impl.launch import TILE_NUMBERS, kernel
-from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, own_column, row_scales, row_stride, tanh
+from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, own_column, row_scales, row_stride, shifts, tanh
+from tilewise.kernels.triton_impl.statistics import GradRows, softmax_term
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import (
     OPTIONAL_TERMS,
     cap_slope,
     outer_factor,
     side,
     sigmoid,
-    token_terms,
 )
-from tilewise.kernels.triton_impl.two_pass.forward_kernels import shifts
 
 
 @triton.jit
@@ -116,7 +113,8 @@ def positive_gradient_kernel(own, softcap, row_key, row_shift, col_shift, col_we
                              grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, grad_square, factor,  # gradients
                              row_factor, g,  # see below; output
                              g_stride, n, m, first, ahead, picks,
-                             TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr):  # fmt: skip
+                             TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr,
+                             FACTORS: tl.constexpr, CODE: tl.constexpr):  # fmt: skip
     """Overwrite the entry of G of each row's positive, whose score less the shift of the row is ``own``.
 
     With ``row_factor``, the rows of G are multiplied by it later, so the entry is divided by it. The columns of a row
@@ -131,13 +129,11 @@ def positive_gradient_kernel(own, softcap, row_key, row_shift, col_shift, col_we
     value = tl.zeros((P,), tl.float32)
     if SOFTPLUS & TERMS:
         value = -sigmoid(-x) * tl.load(grad_row + rows, mask=ok, other=0.0) * f
-    if (ENTROPY + SUM_SQ) & TERMS:
+    if ROWS & TERMS:
         level, _, coming = side(row_lse, row_shift, grad_row, rows, ok, f)
         below = from_shift - level
-        value += token_terms(tl.exp2(below), below, coming, grad_entropy, grad_square, rows, ok, f, TERMS)
-    elif ROWS & TERMS:
-        level, _, coming = side(row_lse, row_shift, grad_row, rows, ok, f)
-        value += coming * tl.exp2(from_shift - level)
+        mine = GradRows(rows, ok, f, grad_entropy, grad_square)
+        value += softmax_term(coming, tl.exp2(below), below, mine, FACTORS)
     if COLS & TERMS:
         level, start, coming = side(col_lse, col_shift, grad_col, key, ok, f)
         value += coming * tl.exp2((x - start) - level)

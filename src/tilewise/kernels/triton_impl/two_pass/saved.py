@@ -31,7 +31,7 @@ With the statistics of tokens (entropy, sum of squares, largest score) each row 
 largest score there. The references are saved beside the exponentials (`reference`), every t suits its row, and
 `saved_gradient_kernel` replaces the exponentials by G, since G is then not a multiple of e:
 
-    x_ij = t_i + log e_ij        G_ij = p_ij (v_i + h_i (lse_i - x_ij) + s_i p_ij), see `token_terms`
+    x_ij = t_i + log e_ij        G_ij = p_ij (v_i + h_i (lse_i - x_ij) + s_i p_ij), see `statistics`
 
 Without them there is one t for all rows, and it may be too far from the scores of a row: a sum overflowed or underflowed
 and forward computed it again (`repair_kernel`), or lse_i is so far below t that probabilities would underflow or f_i a_i
@@ -61,7 +61,8 @@ from tilewise.kernels.triton_impl.launch import kernel
 from tilewise.kernels.triton_impl.primitives import LOG2E, own_column, row_stride
 from tilewise.kernels.triton_impl.scores import Scores, cdiv, pieces
 from tilewise.kernels.triton_impl.sizes import forward_sizes, whole_rounds
-from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor, side, token_terms
+from tilewise.kernels.triton_impl.statistics import GradRows, softmax_term
+from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor, side
 from tilewise.kernels.triton_impl.two_pass.forward_kernels import BELOW_PEAK, estimated_top
 from tilewise.kernels.triton_impl.two_pass.rounded_positives import correct_positives
 
@@ -196,14 +197,14 @@ class SavedColumns:
         start = tiles + (j.start - first) // self.tile
         return self.reference[start : start + cdiv(j.stop - j.start, self.tile)]
 
-    def write_gradient(self, scores: Scores, j: slice, **shared: Any) -> None:
-        """Replace the exponentials of a chunk by G."""
+    def write_gradient(self, scores: Scores, j: slice, factor: Buffer) -> None:
+        """Replace the exponentials of a chunk by G, multiplied by ``factor``."""
         e = self.chunk(j)
         assert e is not None
         values: dict[str, Any] = {"e": e, "e_stride": e.stride(0), "reference": self.references(j)}
         values |= {"n": self.rows, "m": aligned(e.shape[1]), "R": GRADIENT_ROWS, "C": self.tile}
         programs = cdiv(self.rows, GRADIENT_ROWS) * cdiv(e.shape[1], self.tile)
-        scores.launch(saved_gradient_kernel, programs, scores.by_row, **values, **shared)
+        scores.launch(saved_gradient_kernel, programs, scores.fixed, scores.by_row, **values, factor=factor)
 
     def columns(self) -> list[slice]:
         """The columns of each chunk, first those in `memory`, then those in `buffer`."""
@@ -336,7 +337,7 @@ def check_kernel(peaks, row_lse, repaired, only_if, needs_repair, peak_count, n,
 
 @kernel(optional=("grad_entropy", "grad_square"), dynamic=("n", "m", "e_stride"))
 def saved_gradient_kernel(e, reference, row_lse, grad_row, grad_entropy, grad_square, factor, n, m, e_stride,
-                          TERMS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                          R: tl.constexpr, C: tl.constexpr, FACTORS: tl.constexpr, CODE: tl.constexpr):  # fmt: skip
     """Replace the exponentials of a chunk by G, as `gradient_kernel` computes it from scores.
 
     A program has the rows of one tile, whose references are one row of ``reference``. m is rounded up (`aligned`), so that
@@ -352,8 +353,8 @@ def saved_gradient_kernel(e, reference, row_lse, grad_row, grad_entropy, grad_sq
     inside = ok[:, None] & (cols < row_stride(e, m))[None, :]
     value = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     apart = (top - level)[:, None]
-    g = token_terms(value * tl.exp2(apart), tl.log2(value) + apart, coming[:, None], grad_entropy, grad_square,
-                    rows[:, None], ok[:, None], outer_factor(factor), TERMS)  # fmt: skip
+    mine = GradRows(rows[:, None], ok[:, None], outer_factor(factor), grad_entropy, grad_square)
+    g = softmax_term(coming[:, None], value * tl.exp2(apart), tl.log2(value) + apart, mine, FACTORS)
     tl.store(place, g.to(e.dtype.element_ty), mask=inside)
 
 
