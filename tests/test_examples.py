@@ -20,6 +20,7 @@ SCRIPTS = (  # the other examples are whole programs with options, and have test
     "distillation",
     "language_model",
     "many_classes",
+    "mining",
     "recommender",
     "retrieval",
     "several_processes",
@@ -72,6 +73,15 @@ def test_contrastive_and_zero_shot(example: Any, capsys: pytest.CaptureFixture[s
 def test_recall_rises(example: Any, name: str, steps: int) -> None:
     found = example(name).main(["--steps", str(steps)])
     assert found[-1] > found[0] + 0.02
+
+
+@pytest.mark.slow
+def test_mined_negatives_change_a_second_training_that_gains(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = example("mining").main(["--steps", "3", "--seeds", "1"])
+    again, mined = found["trained again"], found["with mined negatives"]
+    assert min(again, mined) > found["trained"] + 0.002
+    assert again != mined
+    assert f"mean {mined - again:+.4f}" in capsys.readouterr().out
 
 
 @pytest.mark.slow

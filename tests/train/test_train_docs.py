@@ -16,7 +16,20 @@ from tilewise.train.settings import to_dict
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ("training.md", "data.md", "checkpoints.md", "command-line.md")
 FILES = ("md", "py", "toml", "safetensors")
-NAMES = ("train", "evaluate", "search", "embed", "report", "export", "status", "demo", "config", "tune", "doctor")
+NAMES = (
+    "train",
+    "evaluate",
+    "search",
+    "embed",
+    "mine",
+    "report",
+    "export",
+    "status",
+    "demo",
+    "config",
+    "tune",
+    "doctor",
+)
 COMMANDS = [[name, "--help"] for name in NAMES]
 COMMANDS += [["plan", "--help"], ["plan", "lm", "--help"], ["plan", "clip", "--help"], ["--help"]]
 
