@@ -29,17 +29,22 @@ CALLS = {
 }
 
 
+@pytest.fixture
+def set_block_bytes(monkeypatch):
+    return lambda size: monkeypatch.setattr(blocks, "BLOCK_BYTES", size)
+
+
 @pytest.mark.parametrize("name", CALLS)
-def test_blocks_change_no_bit(name, monkeypatch):
+def test_blocks_change_no_bit(name, set_block_bytes):
     whole = CALLS[name](GALLERY)
     for rows in (77, 250):
-        monkeypatch.setattr(blocks, "BLOCK_BYTES", rows * 24 * 4)
+        set_block_bytes(rows * 24 * 4)
         for got, want in zip(CALLS[name](GALLERY), whole, strict=True):
             assert torch.equal(got, want)
 
 
-def test_an_empty_gallery_and_one_without_width_are_one_block(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1)
+def test_an_empty_gallery_and_one_without_width_are_one_block(set_block_bytes):
+    set_block_bytes(1)
     for gallery in (GALLERY[:0], torch.ones(5, 0)):
         parts = list(blocks.gallery_blocks(gallery, torch.device("cpu")))
         assert sum(part.stop - part.start for part, _ in parts) == len(gallery)
@@ -52,12 +57,12 @@ def anonymous_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon:"))
 
 
-def test_a_memory_mapped_gallery_is_not_read_into_memory(tmp_path, monkeypatch):
+def test_a_memory_mapped_gallery_is_not_read_into_memory(tmp_path, set_block_bytes):
     try:
         anonymous_bytes()
     except (OSError, StopIteration):
         pytest.skip("the system does not tell anonymous memory apart")
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**22)
+    set_block_bytes(2**22)
     size = 2**18, 32  # 32 MiB
     file = np.memmap(tmp_path / "gallery", np.float32, "w+", shape=size)
     file[:] = np.random.default_rng(0).standard_normal(32, np.float32)
