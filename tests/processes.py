@@ -94,12 +94,17 @@ def run_script() -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def rank_environments(world: int) -> list[dict[str, str]]:
-    """The variables that torchrun sets, of each rank."""
+def free_port() -> int:
+    """A port of this machine that nothing listens to."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+        return probe.getsockname()[1]
+
+
+def rank_environments(world: int) -> list[dict[str, str]]:
+    """The variables that torchrun sets, of each rank."""
+    port = str(free_port())
+    common = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 

@@ -332,13 +332,12 @@ def check_scale(
 
     ``checked``: such a tensor has been accepted before, except for its value.
     """
+    number = None
     if type(value) is float:
         number = value
     elif checked and isinstance(value, Tensor) and value.ndim == 0 and value.device == like.device:
         number = value.item() if value.is_cpu else 0.0
-    else:
-        number = math.nan
-    if -LARGEST_SCALE < number < LARGEST_SCALE:
+    if number is not None and -LARGEST_SCALE < number < LARGEST_SCALE:
         return value
     found = check_scalar(name, value, like, rows=rows)
     return found if isinstance(value, Tensor) else float(value)

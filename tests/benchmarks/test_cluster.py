@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from tests.processes import run_commands
-from tests.train.test_train_group import free_port
+from tests.processes import free_port, run_commands
 
 from benchmarks import cluster
 

@@ -157,7 +157,7 @@ def test_a_workspace_too_small_for_a_chunk_saves_nothing(monkeypatch):
 @pytest.mark.parametrize("how", ["no grad", "frozen classifier", "a second derivative"])
 def test_nothing_is_saved_for_a_backward_that_cannot_use_it(how, monkeypatch):
     """Evaluation takes no memory for gradients, although its classifier is a parameter."""
-    monkeypatch.setattr("tilewise.losses.cross_entropy._target_scores", lambda *args: None)
+    monkeypatch.setattr("tilewise.losses.cross_entropy.target_scores", lambda *args: None)
     hidden, classifier = torch.randn(40, 32, requires_grad=True), torch.nn.Parameter(torch.randn(300, 32))
     classifier.requires_grad_(how != "frozen classifier")
     memory, holds, plain = [], [], SavedColumns.of

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.compare import assert_close
-from tests.processes import run_commands
-from tests.train.test_train_group import free_port
+from tests.processes import free_port, run_commands
 
 import tilewise as tw
 

@@ -6,9 +6,8 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 from tests.compare import relative_error
-from tests.processes import run_commands
+from tests.processes import free_port, run_commands
 from tests.train.small_icons import write_small_icons
-from tests.train.test_train_group import free_port
 
 from tilewise.errors import ConfigError
 from tilewise.train.checkpoint import open_checkpoint

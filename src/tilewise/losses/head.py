@@ -96,7 +96,7 @@ def check_target(
 ) -> tuple[Tensor, bool]:
     """Check the targets. Returns those of the scored states, (n,) int64, and whether all are known to be classes."""
     if checked and target.dtype is torch.int64:
-        return _scored_target(target, shift, ignore_index, classes, checked=True)
+        return _scored_target(target, shift, ignore_index, classes)
     _check.check_tensor("target", target, "a tensor of class indices")
     if target.dtype not in _check.INTEGERS:
         advice = _check.WHOLE
@@ -116,14 +116,12 @@ def check_target(
     return _scored_target(target.long(), shift, ignore_index, classes)
 
 
-def _scored_target(
-    target: Tensor, shift: int, ignore_index: int, classes: int | Tensor, *, checked: bool = False
-) -> tuple[Tensor, bool]:
+def _scored_target(target: Tensor, shift: int, ignore_index: int, classes: int | Tensor) -> tuple[Tensor, bool]:
     """See `check_target`, which has checked everything but the numbers."""
     y = target[..., shift:] if shift else target
     if y.ndim != 1:
         y = y.reshape(-1)
-    if y.shape[0] > 0 and y.is_cpu and (checked or _check.can_read(y)):
+    if y.shape[0] > 0 and y.is_cpu and _check.can_read(y):
         low, high = torch.aminmax(y)
         if type(low) is not Tensor:  # `explain`: the view is a fake tensor, too
             return y.view(-1), False

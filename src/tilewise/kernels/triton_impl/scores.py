@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import keys
+from tilewise.kernels import tensors as table
 from tilewise.kernels.precision import float32_precision
 from tilewise.kernels.spec import Pair, PairShape, PairSpec, stat_dtype
-from tilewise.kernels.tensors import COL_VECTORS, ROW_VECTORS, SINGLE
+from tilewise.kernels.tensors import COL_VECTORS, ROW_VECTORS
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.buffers import Buffer, Descriptor
 from tilewise.kernels.triton_impl.program import Program
@@ -30,6 +31,7 @@ POSITIVE_ROWS = 64  # rows of one program of the kernels for positives
 # Products of float32 on tensor cores: each number is split into two of TF32, which hold 22 of its 24 bits. Plain
 # multiplications and additions ("ieee") are no closer to float64 and took 25 times as long: their registers spilled.
 FULL = "tf32x3"
+SINGLE = (*table.SINGLE, "only_if")
 GUIDE = {"mask": bit.MASK.value, "kl": bit.KL.value, "reverse_kl": bit.REVERSE_KL.value, "jsd": bit.JSD.value}
 POSITIVE = {"none": 0, "one": bit.ONE.value, "many": bit.MANY.value}
 NUMBERS = ("softcap", "guide_softcap", "hot", "beta", "rest", "first", "ahead")
@@ -121,7 +123,7 @@ def tensors_of(pair: Pair, spec: PairSpec) -> dict[str, Tensor]:
     # An expanded number (the bias of a sigmoid loss) is read once, and its gradient is one sum.
     if bias is not None and bias.stride(0) == 0 and bias.shape[0] > 1 and spec.softplus and pair.row_key is None:
         found["one_bias"], bias = vector(bias[:1]), None
-    for name in (*ROW_VECTORS, *COL_VECTORS, "pick", *SINGLE, "only_if"):
+    for name in (*ROW_VECTORS, *COL_VECTORS, "pick", *SINGLE):
         value = bias if name == "bias" else getattr(pair, name)
         if value is not None:
             found[name] = vector(value)
