@@ -5,7 +5,7 @@ from tests.kernels.compiling import cannot_compile, cards, compiled, compiled_ti
 from tilewise.kernels.spec import PairSpec
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.scores import FULL, bit_sum
-from tilewise.kernels.triton_impl.statistics import TABLE, factor_functions, forward_functions
+from tilewise.kernels.triton_impl.statistics import TABLE, forward_functions, row_terms
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as backward
 from tilewise.kernels.triton_impl.two_pass import forward_kernels as forward
 from tilewise.kernels.triton_impl.two_pass import positive_kernels as positive
@@ -109,7 +109,7 @@ FEW = {"forward_kernel", "gradient_kernel"}  # those of `QUICK`
 def functions_of(present):
     """The functions of the statistics whose outputs, and whose gradients, are among these arguments."""
     spec = PairSpec(row_lse=True, **{name: name in present for name in TABLE})
-    return forward_functions(spec) | {"FACTORS": factor_functions(present)}
+    return forward_functions(spec) | {"ROW_TERMS": row_terms(present)}
 
 
 def kernels_over_tiles(loss, stats, sizes, wide_sizes):

@@ -56,7 +56,7 @@ def test_code_is_that_of_all_functions_in_order():
 def test_every_kernel_that_takes_functions_gets_their_code(kernel, monkeypatch):
     monkeypatch.setattr(launch, "code_of", lambda values: repr([v for v in values if isinstance(v, tuple)]))
     places, optional, _ = launch.declared(kernel)
-    taken = {name: (statistics.part_top,) for name in ("PARTS", "SHARES", "FOLDS", "FACTORS") if name in places}
+    taken = {name: (statistics.part_top,) for name in ("PARTS", "SHARES", "FOLDS", "ROW_TERMS") if name in places}
     assert taken
     others = {name: 1 for name in places if name not in optional and name != "CODE"}
     found = launch.arguments_of(kernel, [others], taken)

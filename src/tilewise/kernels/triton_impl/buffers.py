@@ -272,7 +272,7 @@ def _apart(one: Buffer, two: Buffer, same: dict[int, int]) -> int:
 
 
 def sample_of(value: Any, values: Values) -> Any:
-    """As `tensor_of`, to compile a kernel: at an odd address if that of a part is odd in some turn of a loop."""
+    """As `tensor_of`, to compile a kernel. If 16 does not divide the address of a part in some turn of a loop, neither here."""
     if not isinstance(value, (Buffer, Descriptor, Moving)):
         return value
     if isinstance(value, Moving) and isinstance(value.value, Buffer):

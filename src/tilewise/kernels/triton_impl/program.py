@@ -64,7 +64,7 @@ class Program:
         return self._add(Buffer(name, place, tuple(like.shape), like.dtype, like.stride()))
 
     def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Buffer:
-        """Memory that only the program uses."""
+        """Memory that the program allocates, and frees after its last use; an output is kept."""
         return self._add(Buffer(name, len(self.buffers), tuple(shape), dtype, strides_of(shape), made=True))
 
     def output(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Buffer:
@@ -132,7 +132,11 @@ class Program:
                 body(run[-1])
 
     def loop(self, count: int, body: Callable[[int], None]) -> None:
-        """The steps of ``body`` for each turn. It is called for the first two, whose difference is that of any two."""
+        """The steps of ``body`` for each turn.
+
+        ``body`` is called for turns 0 and 1 only, and does nothing but add steps. What differs between these two changes by
+        the same amount in every later turn.
+        """
         before, depth, first = self.steps, self.depth, len(self.buffers)
         self.depth, self.steps = depth + 1, []
         body(0)
@@ -154,7 +158,8 @@ class Program:
                 body(slices[place], slices[place])
             self.over(slices[place + 1 :], lambda j: body(slices[place], j))
 
-        # Each row of blocks has one less than the row before it. While that is a loop, the rows are turns of a loop too.
+        # Each row of blocks has one block less than the row before it. `over` writes a loop for LEAST_TURNS + 2 blocks and
+        # more. While two rows in sequence have so many, they are turns of an outer loop.
         alike, start = len(slices) - 3 - LEAST_TURNS, 0
         if alike >= LEAST_TURNS:
             row(0)

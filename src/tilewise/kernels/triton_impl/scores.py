@@ -295,7 +295,8 @@ def run_program(
     """What ``build`` returns, with tensors in place of buffers. It writes the program for the first call of a kind.
 
     Args:
-        what: what the program depends on, besides the pair without its numbers.
+        what: a key of all that ``build`` reads besides the spec, the options, and the sizes and types of tensors. Two
+            calls with an equal key have an equal program.
         pair, spec, options: the call.
         more: other tensors, contiguous and at 16-byte addresses.
         build: writes the steps. It is called with the buffers of the pair, and with those of ``more``, by name.
@@ -314,6 +315,7 @@ def run_program(
     program, given = known_program((*what, plain, options, precision), every, device, write)
     if not has_memory(pair.a):
         return described(program, pair.a)
+    # The numbers in the order of NUMBERS
     return program.run(device, *given, *numbers, pair.col_start, pair.row_start - pair.col_start)
 
 

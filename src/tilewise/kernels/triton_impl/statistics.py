@@ -9,9 +9,12 @@ Forward: a tile has e_j = 2**below_j, below_j = x_j - safe, total = sum_j e_j fo
     fold(rows, part, ...)            instead of the three: merges parts that need no log-sum-exp, stores the result, and
                                      returns where these parts end
 
-Backward: G_ij = p_ij (v_i + the sum of all factors)
+Backward: G_ij = p_ij (v_i + the terms of all statistics)
 
-    factor(value, p, below, grad)    ``value`` with the factor of the statistic added; below = log2 p
+    term(value, p, below, grad)      ``value`` with the term of the statistic added; below = log2 p
+
+A new statistic also takes a line in `tilewise.kernels.spec.STATISTICS`, a parameter of `merge_kernel` and, if it has a
+gradient, one of the three kernels that take ROW_TERMS; `Backward` passes it by name. Decision 0034 has an example.
 
 A kernel has a tuple of such functions as a compile-time constant, and the constant CODE, which `launch` adds: Triton
 does not see functions inside a tuple when it looks for a compiled kernel on the disk.
@@ -81,10 +84,10 @@ class GradRows(NamedTuple):
 
 
 @triton.jit
-def softmax_term(value, p, below, grad, FACTORS: tl.constexpr):
+def softmax_term(value, p, below, grad, ROW_TERMS: tl.constexpr):
     """What the softmax of the rows adds to G. ``value``: the gradient of the log-sum-exp, already multiplied by ``factor``."""
-    for i in tl.static_range(len(FACTORS)):
-        value = FACTORS[i](value, p, below, grad)
+    for i in tl.static_range(len(ROW_TERMS)):
+        value = ROW_TERMS[i](value, p, below, grad)
     return value * p
 
 
@@ -121,7 +124,7 @@ def end_entropy(rows, state, total):
 
 
 @triton.jit
-def factor_entropy(value, p, below, grad):
+def term_entropy(value, p, below, grad):
     """The part of the gradient that does not depend on the column is in ``value``: see `folded_gradients`."""
     h = tl.load(grad.grad_entropy + grad.at, mask=grad.ok, other=0.0)
     return value - h * grad.factor * LN2 * tl.maximum(below, NO_SHARE)
@@ -158,7 +161,7 @@ def end_sum_sq(rows, state, total):
 
 
 @triton.jit
-def factor_sum_sq(value, p, below, grad):
+def term_sum_sq(value, p, below, grad):
     """``grad_square`` is already multiplied by 2 exp(-row_sum_sq)."""
     return value + tl.load(grad.grad_square + grad.at, mask=grad.ok, other=0.0) * grad.factor * p
 
@@ -225,7 +228,7 @@ TABLE = {
 
 
 # By the parameter that has the gradient, in the order in which they are added.
-FACTORS = {"grad_square": factor_sum_sq, "grad_entropy": factor_entropy}
+ROW_TERMS = {"grad_square": term_sum_sq, "grad_entropy": term_entropy}
 
 
 def wanted_parts(spec: PairSpec) -> list[Statistic]:
@@ -240,6 +243,6 @@ def forward_functions(spec: PairSpec) -> dict[str, tuple[Any, ...]]:
     return found | {"FOLDS": tuple(one.fold for one in wanted if one.fold)}
 
 
-def factor_functions(given: Collection[str]) -> tuple[Any, ...]:
-    """FACTORS of the kernels of backward, for the gradients that are given, by the names of parameters."""
-    return tuple(factor for name, factor in FACTORS.items() if name in given)
+def row_terms(given: Collection[str]) -> tuple[Any, ...]:
+    """ROW_TERMS of the kernels of backward, for the gradients that are given, by the names of parameters."""
+    return tuple(factor for name, factor in ROW_TERMS.items() if name in given)

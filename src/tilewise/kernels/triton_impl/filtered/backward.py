@@ -70,7 +70,7 @@ class FilterBackward(FilterCall):
         half, tolerance = pair.a.dtype == torch.float16, self.tolerance
         self.size = largest_gradient(self.grad).to(scale) if half else torch.ones_like(scale)
         early, late = (1.0, tolerance) if half else (tolerance, 1.0)
-        self.inside, self.outside = 1.0 / self.size, scale * self.size
+        self.g_factor, self.product_factor = 1.0 / self.size, scale * self.size
         self.known |= {"grad_row": vector(grad_row), "grad_pos": vector(grad_pos), "R": step, "blocks": most_blocks}
         others = {"grad_entropy": grad_entropy, "grad_picked": folded.row_picked}
         self.known |= {name: vector(value) for name, value in others.items() if value is not None}
@@ -83,7 +83,7 @@ class FilterBackward(FilterCall):
             "BLOCK": LIST_BLOCK,
             "grad_row": vector(dropped_grad),
         }
-        factor = self.inside * early
+        factor = self.g_factor * early
         self.launch(kernels.plan_kernel, self.tiles, mass=plan.mass, dropped=dropped, factor=factor, **listing)
         self.total = self._product(self.need_a, dropped.T, plan.mean, late)
         self.share = self._product(self.need_b, dropped, self.a, late)
@@ -105,7 +105,7 @@ class FilterBackward(FilterCall):
             self.out = pair.a.new_empty((self.m, self.d)) if self.saved is None else self.saved.memory
         self.bias_out = pair.scale.new_empty(self.m) if self.needs.bias else None
         self.features = min(sizes.columns, max(16, triton.next_power_of_2(self.d)))
-        self.column = {"out": self.out, "K": self.features, "factor": self.outside, "share": self.share}
+        self.column = {"out": self.out, "K": self.features, "factor": self.product_factor, "share": self.share}
         self.column |= {"bias_factor": self.size, "bias_share": self.bias_share, "bias_out": self.bias_out}
         self.added = min(1024, triton.next_power_of_2(self.d))
         self.marks = torch.arange(self.n + 1, dtype=torch.int32, device=self.device)
@@ -121,7 +121,7 @@ class FilterBackward(FilterCall):
         g = pair.a.new_empty((max(1, min(most_g, blocks.pairs)), self.width)) if self.need_b else None
         u = pair.scale.new_empty((max(1, min(most_u, blocks.pairs)), self.d)) if self.need_a else None
         sizes = self.sizes
-        score = {"g": g, "u": u, "factor": self.inside, "K": sizes.depth}
+        score = {"g": g, "u": u, "factor": self.g_factor, "K": sizes.depth}
         for t, batches in groups:
             first_g = blocks.starts[t.start]
             for block, part in batches:
@@ -156,7 +156,7 @@ class FilterBackward(FilterCall):
             if self.needs.a:
                 out = self.total if pair.a.dtype == torch.float32 else pair.a.new_empty((self.n, self.d))
             dots = pair.scale.new_empty(cdiv(self.n, FINISH_ROWS)) if self.needs.scale else None
-            values = finish_arguments(self.total, self.a, self.outside, out, dots)
+            values = finish_arguments(self.total, self.a, self.product_factor, out, dots)
             self.launch(finish_kernel, cdiv(self.n, FINISH_ROWS), **values)
         return Grads(
             a=out,

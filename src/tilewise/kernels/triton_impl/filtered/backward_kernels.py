@@ -15,7 +15,7 @@ import triton.language as tl
 from tilewise.kernels.triton_impl.bits import SOFTCAP
 from tilewise.kernels.triton_impl.launch import kernel
 from tilewise.kernels.triton_impl.primitives import LN2, NO_SHARE, ScoreInputs, score_tile
-from tilewise.kernels.triton_impl.two_pass.backward_kernels import cap_slope, outer_factor, side
+from tilewise.kernels.triton_impl.two_pass.backward_kernels import cap_slope, nonzero_factor, side
 
 
 @kernel(optional=("row_shift",), dynamic=("softcap", "tolerance", "n", "room", "blocks"))
@@ -94,7 +94,7 @@ def pair_kernel(a, b, scale, bias, softcap, row_key, pick, row_shift, row_lse, g
     # A column past the end gets the index m and scores -inf.
     s = ScoreInputs(tl.load(scale), bias, softcap, None, None, None, None, 0, m, 0, 0)
     x = score_tile(acc, row, tl.where(ok_col, col, m), s, SCORE, 0)
-    f = outer_factor(factor)
+    f = nonzero_factor(factor)
     level, start, coming = side(row_lse, row_shift, grad_row, row, ok, f)
     below = (x - start[:, None]) - level[:, None]
     value = coming[:, None]

@@ -41,5 +41,5 @@ class Sigmoid(Backward):
 
     def _launch(self, i: slice, j: slice, **values: Any) -> None:
         values |= {"loss_part": self.loss_part, "needs_repair": self.needs_repair}
-        values |= {"factor": self.inside, "TERMS": self.terms}
+        values |= {"factor": self.g_factor, "TERMS": self.terms}
         self.scores.tiles(sigmoid_kernel, i, j, self.sizes, **values)

@@ -21,7 +21,7 @@ from tilewise.kernels.triton_impl.primitives import (
     store_tile,
     tile_place,
 )
-from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor
+from tilewise.kernels.triton_impl.two_pass.backward_kernels import nonzero_factor
 from tilewise.kernels.triton_impl.two_pass.softplus_kernels import log1p, softplus_join, softplus_sum
 
 LARGEST_SCORE = tl.constexpr(100.0)  # a sigmoid of more, in units of log2, is 1
@@ -73,7 +73,7 @@ def sigmoid_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     tiles = row_tiles * col_tiles
     s = ScoreInputs(tl.load(scale), bias, softcap, row_key, col_key, row_skip, col_skip, n, m, first, ahead)
-    f = outer_factor(factor)
+    f = nonzero_factor(factor)
     mine = loss_part + tl.program_id(0) * R + tl.arange(0, R)
     loss = tl.load(mine)
     if REPAIR:

@@ -112,7 +112,7 @@ def loss_and_gradients(
         more = weights_of(pair, weights)
         if spec.softplus:
             factors = factors_of(pair, GradStats(row_softplus=more["weight"]), options)
-            more |= zip(("inside", "outside"), factors, strict=True)
+            more |= zip(("g_factor", "product_factor"), factors, strict=True)
         losses, a, b, scale, bias = run_program(("one pass", needs), pair, spec, options, more, build)
         scale = None if scale is None else total_of(scale)
         return total_of(losses), Grads(a=a, b=b, scale=scale, bias=spread(bias, pair.b.shape[0]))

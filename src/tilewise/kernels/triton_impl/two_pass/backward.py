@@ -14,7 +14,7 @@ from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats, large
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.buffers import Buffer, Descriptor
 from tilewise.kernels.triton_impl.scores import Scores, bit_sum, cdiv, pieces, tile_descriptor, vector
-from tilewise.kernels.triton_impl.statistics import factor_functions
+from tilewise.kernels.triton_impl.statistics import row_terms
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as kernels
 from tilewise.kernels.triton_impl.two_pass.gradient_sum import GradientSum
 from tilewise.kernels.triton_impl.two_pass.guide_kernels import guided_gradient_kernel
@@ -58,7 +58,10 @@ def folded_picks(pair: Pair, stats: Stats, grad: GradStats, spec: PairSpec) -> t
 
 
 def folded_gradients(stats: Stats, grad: GradStats) -> GradStats:
-    """v, h and c of `statistics` as the gradients of the log-sum-exp, the entropy and the squares of each row."""
+    """Gradients of the statistics of a row with all that does not depend on the column in that of its log-sum-exp.
+
+    row_lse: g_lse - g_entropy entropy - 2 g_sum_sq        row_sum_sq: 2 g_sum_sq exp(-sum_sq)
+    """
     if grad.row_entropy is None and grad.row_sum_sq is None:
         return grad
     assert stats.row_lse is not None
@@ -74,7 +77,7 @@ def folded_gradients(stats: Stats, grad: GradStats) -> GradStats:
 
 
 def factors_of(pair: Pair, grad: GradStats, options: TileOptions) -> tuple[Tensor | None, Tensor | None]:
-    """``factors`` of `Backward` with which G stays near 1 in float16: divide by the largest gradient of a statistic."""
+    """``g_factor`` and ``product_factor`` of `Backward`: in float16 G is divided by the largest gradient, to stay near 1."""
     if pair.a.dtype != torch.float16:
         return None, None
     size = largest_gradient(grad, options).to(pair.scale)
@@ -101,8 +104,8 @@ def backward_tensors(stats: Stats, grad: GradStats, spec: PairSpec) -> dict[str,
 class Backward:
     """Writes the steps of backward: the gradients of all macro-tiles.
 
-    ``more``: the buffers for `backward_tensors`, and ``inside`` and ``outside``: the factor of G inside the kernels, and
-    the factor of the products with G; by default the scale and none.
+    ``more``: the buffers for `backward_tensors`, and two factors. ``g_factor`` multiplies dL/dx before it is stored as G,
+    ``product_factor`` multiplies the products with G; by default the scale and none. A kernel calls either ``factor``.
     """
 
     tiles_have_positives = False  # whether the kernel of a tile also writes the entry of an only positive
@@ -132,8 +135,8 @@ class Backward:
         self.saved = saved if serves and in_place else None
         self.factors: RowFactors | None = None
         self.bias: Bias | None = None
-        self.inside: Buffer = more.get("inside", scores.scale)
-        self.outside = more.get("outside")
+        self.g_factor: Buffer = more.get("g_factor", scores.scale)
+        self.product_factor = more.get("product_factor")
         names = "row_lse", "grad_row", "grad_pos", "grad_sum", "grad_entropy", "grad_square", "grad_picked"
         guide = ("guide_lse", "row_level", "row_hot_lse", "grad_hot", "grad_guide") if self.guided else ()
         scores.by_row |= {name: more.get(name) for name in (*names, *guide)}
@@ -156,7 +159,7 @@ class Backward:
             (bit.BIAS_TOTAL, needs.bias and self.shared_bias),
             (bit.BIAS_COLS, needs.bias and not self.shared_bias),
         )
-        scores.fixed["FACTORS"] = factor_functions(more)
+        scores.fixed["ROW_TERMS"] = row_terms(more)
         self.span = self._span() if self.terms & bit.ROWS.value and self.terms & bit.COLS.value else None
         if scores.positive in ONE_POSITIVE and not self.tiles_have_positives:
             own = more.get("own")
@@ -173,7 +176,7 @@ class Backward:
         scores, sym = self.scores, self.spec.symmetric
         span, u = scores.empty("span", 2), scores.empty("u", self.n)
         v = u if sym else scores.empty("v", self.m)
-        values: dict[str, Any] = {"span": span, "row_share": u, "col_share": v, "factor": self.inside}
+        values: dict[str, Any] = {"span": span, "row_share": u, "col_share": v, "factor": self.g_factor}
         values |= {"n": self.n, "m": self.m, "BLOCK": SPAN_BLOCK} | scores.by_row | scores.by_col
         scores.launch(kernels.span_kernel, 1, values, warps=8)
         cols = 0 if sym else self.m
@@ -202,7 +205,7 @@ class Backward:
         if self.saved is not None and not self.guided and not self.saved.relative and self.saved.end:
             # The memory of the row gradients is not written before all columns are done.
             unused = None if self.grad_a is None or self.grad_a.total is None else self.grad_a.out
-            self.factors = self.saved.factors(scores, self.inside, unused)
+            self.factors = self.saved.factors(scores, self.g_factor, unused)
         if not sym:
             scores.program.over(self.row_pieces, self._row_of_blocks)
         else:
@@ -264,12 +267,12 @@ class Backward:
     def _sum(self, name: str, rows: int, **how: Any) -> GradientSum:
         """The gradient of one side; ``how``: see `GradientSum`."""
         dtype = self.grad_dtype if name == "dA" else self.col_dtype
-        return GradientSum(self.scores, name, rows, dtype, block=self.row_step, factor=self.outside, **how)
+        return GradientSum(self.scores, name, rows, dtype, block=self.row_step, factor=self.product_factor, **how)
 
     def _without_factor(self, dots: Buffer, name: str) -> Buffer:
         """The sum of ``dots`` divided by the factor of G: (). Half of it if each pair was counted twice."""
         out = self.scores.empty(name)
-        values: dict[str, Any] = {"dots": dots, "factor": self.inside, "out": out, "count": dots.numel()}
+        values: dict[str, Any] = {"dots": dots, "factor": self.g_factor, "out": out, "count": dots.numel()}
         values |= {"share": 0.5 if self.spec.symmetric else 1.0, "BLOCK": SPAN_BLOCK}
         self.scores.launch(kernels.scale_kernel, 1, **values)
         return out
@@ -282,7 +285,7 @@ class Backward:
             assert self.saved is not None
             row_factor = self.factors.each
             span = self.saved.needs_repair  # WIDE runs only where a repair is needed
-        shared: dict[str, Any] = {"factor": self.inside, "TERMS": self.terms}
+        shared: dict[str, Any] = {"factor": self.g_factor, "TERMS": self.terms}
         part = None if self.bias is None else self.bias.part(i, j)
         if self.guided:
             x, y = (None if self.saved is None else self.saved.saved_scores(j)) or (None, None)
@@ -290,7 +293,7 @@ class Backward:
             scores.tiles(guided_gradient_kernel, i, j, self.sizes, g_desc=desc, bias_part=part, **stored, **shared)
         elif is_saved and self.factors is None:
             assert self.saved is not None
-            self.saved.write_gradient(scores, j, self.inside)
+            self.saved.write_gradient(scores, j, self.g_factor)
         else:
             more = {"g_desc": desc, "span": span, "bias_part": part} | shared
             for wide in (False, True) if self.span is not None else (True,):
@@ -334,7 +337,7 @@ class Bias:
         parent, scores = self.parent, self.parent.scores
         spec, given = parent.spec, scores.given
         kind = BiasKind(parent.m, self.shared, spec.mask_self, spec.softplus, bool(spec.softcap))
-        common = self.total, parent.inside, given.get("row_scale"), given.get("row_shift"), given["softcap"]
+        common = self.total, parent.g_factor, given.get("row_scale"), given.get("row_shift"), given["softcap"]
         if parent.picked:
             picked = parent.picked["grad_pos"], parent.picked["own"], scores.pick, given["first"]
             scores.program.call(functools.partial(add_picked, kind), *common, *picked)
@@ -345,7 +348,7 @@ class Bias:
         if self.shared:
             return parent._without_factor(self.total, "dbias")
         out = scores.empty("dbias", parent.m)
-        scores.program.call(without_factor, out, self.total, parent.inside)
+        scores.program.call(without_factor, out, self.total, parent.g_factor)
         return out
 
 
@@ -365,20 +368,20 @@ def add_columns(total: Tensor, parts: Tensor) -> None:
     total += parts.view(-1, len(total)).sum(0)
 
 
-def without_factor(out: Tensor, total: Tensor, inside: Tensor) -> None:
+def without_factor(out: Tensor, total: Tensor, g_factor: Tensor) -> None:
     """out = total / the factor of G, as the kernels take it."""
-    out.copy_(total / factor_of(inside))
+    out.copy_(total / factor_of(g_factor))
 
 
-def factor_of(inside: Tensor) -> Tensor:
+def factor_of(g_factor: Tensor) -> Tensor:
     """The factor of G, as the kernels take it."""
-    return inside.masked_fill(inside == 0, kernels.TINY_SCALE.value)
+    return g_factor.masked_fill(g_factor == 0, kernels.TINY_SCALE.value)
 
 
 def add_picked(
     kind: BiasKind,
     total: Tensor,
-    inside: Tensor,
+    g_factor: Tensor,
     row_scale: Tensor | None,
     row_shift: Tensor | None,
     softcap: float,
@@ -390,13 +393,13 @@ def add_picked(
     """Add the gradients of picked columns."""
     here = pick - first
     there = (pick >= 0) & (here >= 0) & (here < kind.cols)
-    _add_entries(kind, total, row_scale, row_shift, softcap, grad * factor_of(inside), own, here, there)
+    _add_entries(kind, total, row_scale, row_shift, softcap, grad * factor_of(g_factor), own, here, there)
 
 
 def add_positives(
     kind: BiasKind,
     total: Tensor,
-    inside: Tensor,
+    g_factor: Tensor,
     row_scale: Tensor | None,
     row_shift: Tensor | None,
     softcap: float,
@@ -407,7 +410,7 @@ def add_positives(
     ahead: int,
 ) -> None:
     """Add g_pos for each positive, or -1 times the weight for a sigmoid loss: sigmoid(x) - 1."""
-    factor = factor_of(inside)
+    factor = factor_of(g_factor)
     share = grad * (-factor if kind.softplus else factor)
     rows = torch.arange(len(grad), device=grad.device) + (first + ahead)
     key = rows if row_key is None else row_key

@@ -1,13 +1,16 @@
 """The operand G of the gradient products, for a macro-tile, in the type of the features.
 
     G_ij = e_ij (u_i + v_j) + g_pos_i [positive] + ...     e_ij = exp(x_ij - t)
-    without columns exp(x_ij - row_lse_i) (g_i + the factors of the row's statistics), see `statistics`
+    without columns exp(x_ij - row_lse_i) (g_i + the terms of the row's statistics), see `statistics`
     u_i = g_i exp(t - row_lse_i),  v_j = g_j exp(t - col_lse_j),  t = the largest log-sum-exp of all rows and columns
 
 One exponential serves both directions. If the log-sum-exps span too much for that (``span``), each direction computes its
 own. `share_kernel` computes u and v before the first tile. Everything is float32 until G is rounded at the end. The tiles
-leave out the only positive of a row: `positive_gradient_kernel` writes its entry of G afterwards. cuBLAS computes the
-products with G.
+treat the only positive of a row like any other entry: `positive_gradient_kernel` overwrites its entry of G afterwards.
+cuBLAS computes the products with G.
+
+What is stored as G is ``factor`` times dL/dx. The factor is mostly the scale, so G @ B is dA already, and the gradient of
+the scale is the sum of dA * A, divided by the scale.
 """
 
 import triton
@@ -54,8 +57,8 @@ def side(lse, shift, grad, at, ok, factor):
 
 
 @triton.jit
-def outer_factor(factor):
-    """The factor of all gradients of statistics. A scale of exactly 0 is replaced, so that its gradient is not lost."""
+def nonzero_factor(factor):
+    """The factor of G. A scale of exactly 0 is replaced, so that its gradient is not lost."""
     f = tl.load(factor)
     return tl.where(f == 0.0, TINY_SCALE, f)
 
@@ -90,7 +93,7 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                     n, m, first, ahead,
                     D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr,
                     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-                    EXACT: tl.constexpr, FACTORS: tl.constexpr, CODE: tl.constexpr):  # fmt: skip
+                    EXACT: tl.constexpr, ROW_TERMS: tl.constexpr, CODE: tl.constexpr):  # fmt: skip
     """G of one macro-tile of n x m scores, every gradient of a statistic multiplied by ``factor``.
 
     For both directions it is launched twice, WIDE and not; the launch that does not suit the span returns at once.
@@ -101,7 +104,7 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         tiles = tl.where((tl.load(span) >= WIDEST_SPAN) == WIDE, tiles, 0)
     s = ScoreInputs(tl.load(scale), bias, softcap, row_key, col_key, row_skip, col_skip, n, m, first, ahead,
                     row_scale, picked, picks)  # fmt: skip
-    f = outer_factor(factor)
+    f = nonzero_factor(factor)
     t = 0.0
     if (ROWS & TERMS) and (COLS & TERMS) and not WIDE:
         t = tl.load(span + 1)
@@ -121,7 +124,7 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             coming = row_in[:, None]  # after `below` it would take a register more
             below = (x - row_from[:, None]) - row_level[:, None]
             mine = GradRows(rows[:, None], ok_rows[:, None], f, grad_entropy, grad_square)
-            g = softmax_term(coming, tl.exp2(below), below, mine, FACTORS)
+            g = softmax_term(coming, tl.exp2(below), below, mine, ROW_TERMS)
         if (COLS & TERMS) and (WIDE or not (ROWS & TERMS)):
             col_level, col_from, col_in = side(col_lse, col_shift, grad_col, cols, ok_cols, f)
             down = col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
@@ -184,7 +187,7 @@ def share_kernel(row_shift, col_shift, row_lse, col_lse, span, grad_row, grad_co
                  BLOCK: tl.constexpr):  # fmt: skip
     """u of all rows, and after them v of all columns."""
     program, row_blocks = tl.program_id(0), tl.cdiv(n, BLOCK)
-    f, t = outer_factor(factor), tl.load(span + 1)
+    f, t = nonzero_factor(factor), tl.load(span + 1)
     if program < row_blocks:
         at = program * BLOCK + tl.arange(0, BLOCK)
         level, start, coming = side(row_lse, row_shift, grad_row, at, at < n, f)
@@ -229,4 +232,4 @@ def scale_kernel(dots, factor, out, count, share, BLOCK: tl.constexpr):
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
         total += tl.load(dots + at, mask=at < count, other=0.0)
-    tl.store(out, tl.sum(total, 0) * (1.0 / outer_factor(factor)) * share)
+    tl.store(out, tl.sum(total, 0) * (1.0 / nonzero_factor(factor)) * share)

@@ -1,6 +1,6 @@
 """Adds up ``G @ features``, the gradient of one side, in float32, and converts it to its final type.
 
-G is the gradient of the loss with respect to the scores. Backward computes it one macro-tile at a time: a large
+G is the gradient of the loss with respect to the scores, times a factor: see `backward_kernels`. Backward computes it one macro-tile at a time: a large
 rectangle of scores that fits the workspace.
 """
 

@@ -29,7 +29,7 @@ from tilewise.kernels.triton_impl.primitives import (
     tile_dot,
     tile_place,
 )
-from tilewise.kernels.triton_impl.two_pass.backward_kernels import cap_slope, outer_factor
+from tilewise.kernels.triton_impl.two_pass.backward_kernels import cap_slope, nonzero_factor
 
 GUIDE_NUMBERS = (*TILE_NUMBERS, "guide_softcap", "hot", "beta", "rest")
 
@@ -243,7 +243,7 @@ def guided_gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     s = ScoreInputs(tl.load(scale), bias, softcap, row_key, col_key, row_skip, col_skip, n, m, first, ahead)
     guide = ScoreInputs(tl.load(guide_scale), guide_bias, guide_softcap, None, None, None, None, n, m, first, ahead)
-    f = outer_factor(factor)
+    f = nonzero_factor(factor)
     # One stage: narrow features leave no inner loop, and pipelining this one would take twice the shared memory.
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, num_stages=1):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)

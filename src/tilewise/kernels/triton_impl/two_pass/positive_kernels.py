@@ -27,7 +27,7 @@ from tilewise.kernels.triton_impl.statistics import GradRows, softmax_term
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import (
     OPTIONAL_TERMS,
     cap_slope,
-    outer_factor,
+    nonzero_factor,
     side,
     sigmoid,
 )
@@ -114,7 +114,7 @@ def positive_gradient_kernel(own, softcap, row_key, row_shift, col_shift, col_we
                              row_factor, g,  # see below; output
                              g_stride, n, m, first, ahead, picks,
                              TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr,
-                             FACTORS: tl.constexpr, CODE: tl.constexpr):  # fmt: skip
+                             ROW_TERMS: tl.constexpr, CODE: tl.constexpr):  # fmt: skip
     """Overwrite the entry of G of each row's positive, whose score less the shift of the row is ``own``.
 
     With ``row_factor``, the rows of G are multiplied by it later, so the entry is divided by it. The columns of a row
@@ -123,7 +123,7 @@ def positive_gradient_kernel(own, softcap, row_key, row_shift, col_shift, col_we
     at, rows, _ = entries(n, picks, POSITIVE, P)
     key = own_column(at, n, m, row_key, first, ahead, SCORE, POSITIVE)
     ok = key >= 0
-    f = outer_factor(factor)
+    f = nonzero_factor(factor)
     from_shift = tl.load(own + at, mask=ok, other=0.0) * LOG2E
     x = from_shift + shifts(row_shift, rows, ok)
     value = tl.zeros((P,), tl.float32)
@@ -133,7 +133,7 @@ def positive_gradient_kernel(own, softcap, row_key, row_shift, col_shift, col_we
         level, _, coming = side(row_lse, row_shift, grad_row, rows, ok, f)
         below = from_shift - level
         mine = GradRows(rows, ok, f, grad_entropy, grad_square)
-        value += softmax_term(coming, tl.exp2(below), below, mine, FACTORS)
+        value += softmax_term(coming, tl.exp2(below), below, mine, ROW_TERMS)
     if COLS & TERMS:
         level, start, coming = side(col_lse, col_shift, grad_col, key, ok, f)
         value += coming * tl.exp2((x - start) - level)

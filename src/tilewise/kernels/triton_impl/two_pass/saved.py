@@ -62,7 +62,7 @@ from tilewise.kernels.triton_impl.primitives import LOG2E, own_column, row_strid
 from tilewise.kernels.triton_impl.scores import Scores, cdiv, pieces
 from tilewise.kernels.triton_impl.sizes import forward_sizes, whole_rounds
 from tilewise.kernels.triton_impl.statistics import GradRows, softmax_term
-from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor, side
+from tilewise.kernels.triton_impl.two_pass.backward_kernels import nonzero_factor, side
 from tilewise.kernels.triton_impl.two_pass.forward_kernels import BELOW_PEAK, estimated_top
 from tilewise.kernels.triton_impl.two_pass.rounded_positives import correct_positives
 
@@ -337,7 +337,7 @@ def check_kernel(peaks, row_lse, repaired, only_if, needs_repair, peak_count, n,
 
 @kernel(optional=("grad_entropy", "grad_square"), dynamic=("n", "m", "e_stride"))
 def saved_gradient_kernel(e, reference, row_lse, grad_row, grad_entropy, grad_square, factor, n, m, e_stride,
-                          R: tl.constexpr, C: tl.constexpr, FACTORS: tl.constexpr, CODE: tl.constexpr):  # fmt: skip
+                          R: tl.constexpr, C: tl.constexpr, ROW_TERMS: tl.constexpr, CODE: tl.constexpr):  # fmt: skip
     """Replace the exponentials of a chunk by G, as `gradient_kernel` computes it from scores.
 
     A program has the rows of one tile, whose references are one row of ``reference``. m is rounded up (`aligned`), so that
@@ -347,14 +347,14 @@ def saved_gradient_kernel(e, reference, row_lse, grad_row, grad_entropy, grad_sq
     tile_row, tile_col = tl.program_id(0) // col_tiles, tl.program_id(0) % col_tiles
     rows, cols = tile_row * R + tl.arange(0, R), tile_col * C + tl.arange(0, C)
     ok = rows < n
-    level, _, coming = side(row_lse, None, grad_row, rows, ok, outer_factor(factor))
+    level, _, coming = side(row_lse, None, grad_row, rows, ok, nonzero_factor(factor))
     top = tl.load(reference + tile_col.to(tl.int64) * n + rows, mask=ok, other=0.0)
     place = e + rows.to(tl.int64)[:, None] * row_stride(e, e_stride) + cols[None, :]
     inside = ok[:, None] & (cols < row_stride(e, m))[None, :]
     value = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     apart = (top - level)[:, None]
-    mine = GradRows(rows[:, None], ok[:, None], outer_factor(factor), grad_entropy, grad_square)
-    g = softmax_term(coming[:, None], value * tl.exp2(apart), tl.log2(value) + apart, mine, FACTORS)
+    mine = GradRows(rows[:, None], ok[:, None], nonzero_factor(factor), grad_entropy, grad_square)
+    g = softmax_term(coming[:, None], value * tl.exp2(apart), tl.log2(value) + apart, mine, ROW_TERMS)
     tl.store(place, g.to(e.dtype.element_ty), mask=inside)
 
 
@@ -376,7 +376,7 @@ def factor_kernel(a, row_key, own, row_lse, peaks, grad_row, grad_pos, grad_pick
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = rows < n
-    outer = outer_factor(factor)
+    outer = nonzero_factor(factor)
     level, _, grad_lse = side(row_lse, None, grad_row, rows, ok, outer)
     top_over_sum = tl.exp2((estimated_top(peaks, peak_count) + BELOW_PEAK) - level)
     grad_positive = tl.zeros((BLOCK,), tl.float32)

@@ -97,10 +97,10 @@ def backward(
     assert saved is None or isinstance(saved, SavedColumns)
     with on_device(pair.a), without_graph(), matmul_precision(options.precision):
         pair = small_keys(pair, spec)
-        inside, outside = factors_of(pair, grad, options)
+        g_factor, product_factor = factors_of(pair, grad, options)
         pair, stats, grad = folded_picks(pair, stats, grad, spec)
         folded = folded_gradients(stats, grad)
-        more = backward_tensors(stats, folded, spec) | {"inside": inside, "outside": outside}
+        more = backward_tensors(stats, folded, spec) | {"g_factor": g_factor, "product_factor": product_factor}
         layout = None
         if saved is not None:
             saved.sort_positives(pair, folded)
