@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from language_model import read_tokens
-from llama import Llama, causal
+from llama import Llama, causal, shown_loss
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn.functional import all_to_all
@@ -75,12 +75,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         optimizer.zero_grad()
         (world * loss).backward()  # FSDP2 averages gradients over the ranks
         optimizer.step()
-        shown = loss.detach()
-        if world > 1:
-            dist.all_reduce(shown)
-        losses.append(shown.item())
-        if rank == 0 and step % max(1, options.steps // 6) == 0:
-            print(f"step {step}: loss {losses[-1]:.6f}, {world} ranks", flush=True)
+        losses.append(shown_loss(loss, step, options.steps, rank, world))
     if world > 1:
         dist.destroy_process_group()
     return losses

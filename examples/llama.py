@@ -1,6 +1,7 @@
 """A small Llama in plain PyTorch: the model of two_dimensional.py and context_parallel.py."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -50,3 +51,13 @@ class Llama(nn.Module):
         for block in self.blocks:
             x = block(x, position)
         return self.norm(x)
+
+
+def shown_loss(part: Tensor, step: int, steps: int, rank: int, world: int) -> float:
+    """The sum over the ranks of their parts of the loss. The first rank prints it in some steps."""
+    whole = part.detach().clone()
+    if world > 1:
+        dist.all_reduce(whole)
+    if rank == 0 and step % max(1, steps // 6) == 0:
+        print(f"step {step}: loss {whole.item():.6f}, {world} ranks", flush=True)
+    return whole.item()

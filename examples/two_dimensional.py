@@ -10,7 +10,7 @@ import os
 import torch
 import torch.distributed as dist
 from language_model import read_tokens
-from llama import Llama
+from llama import Llama, shown_loss
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -55,12 +55,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        shown = loss.detach() / world
-        if world > 1:
-            dist.all_reduce(shown)
-        losses.append(shown.item())
-        if rank == 0 and step % max(1, options.steps // 6) == 0:
-            print(f"step {step}: loss {losses[-1]:.6f}, {world} ranks", flush=True)
+        losses.append(shown_loss(loss / world, step, options.steps, rank, world))
     if world > 1:
         dist.destroy_process_group()
     return losses
