@@ -21,7 +21,9 @@ from tilewise.integrations.transformers.model import (
     classes_of,
     evaluation_mode,
     head_of,
+    is_tensor_parallel,
     loss_of,
+    plain_forward,
     random_tokens,
 )
 from tilewise.losses.cross_entropy import check_z_loss
@@ -52,8 +54,8 @@ def use_linear_cross_entropy(
 
     Args:
         model: has ``get_output_embeddings()`` and takes ``labels``. The head may be tied or untied, with or without
-            bias, capped, scaled, or with LoRA. Only this instance is changed. Wrap it (DDP, ``torch.compile``)
-            afterwards.
+            bias, capped, scaled, with LoRA, or sharded by transformers (``tp_plan``). Only this instance is changed.
+            Wrap it (DDP, ``torch.compile``) afterwards.
         z_loss: adds ``z_loss * logsumexp(logits) ** 2`` for each token that counts. In training only.
         label_smoothing: as in ``F.cross_entropy``. In training only. ``Trainer(label_smoothing_factor=...)`` removes
             the labels from the model's inputs and needs the logits.
@@ -320,9 +322,10 @@ class LossHandle:
         head = head_of(self.model)
         if head is not self.head:  # the head was replaced, for example resized or adapted
             self._hook_head()
-        self.current, self.head_calls = settings, 0
+        self.current, self.head_calls = settings._replace(same_tokens=is_tensor_parallel(head)), 0
         try:
-            output = forward(*args, **kwargs)
+            with plain_forward(head):
+                output = forward(*args, **kwargs)
         finally:
             self.current = None
         if not self.head_calls:
@@ -378,7 +381,7 @@ def _check_model(model: nn.Module) -> None:
         raise ConfigError(
             f"use_linear_cross_entropy is already active on this {name}. Call remove() on its handle first"
         )
-    head_of(model)
+    is_tensor_parallel(head_of(model))
     parameters = inspect.signature(model.forward).parameters
     if "labels" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise ConfigError(f"{name} takes no labels, so it computes no loss. Use tilewise.linear_cross_entropy instead")

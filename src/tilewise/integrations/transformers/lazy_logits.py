@@ -36,6 +36,7 @@ class LossSettings(NamedTuple):
     want: tuple[str, ...] = ("log_prob", "entropy", "correct", "logsumexp")  # which of them
     temperature: float = 1.0  # of these statistics and of their loss
     no_tokens_is_zero: bool = False  # the mean loss of no tokens is 0, as in TRL's fused head, and not NaN
+    same_tokens: bool = False  # the weight is a DTensor, and all ranks of its mesh have the same tokens
 
 
 class Term(NamedTuple):
@@ -279,10 +280,11 @@ def _cross_entropy(
             "shape of input_ids, with -100 for tokens to ignore. The model shifts the labels"
         )
     hidden, classifier, scale = input.layer()
-    bias, cap = input.bias, input.cap
+    bias, cap, settings = input.bias, input.cap, input.settings
+    if settings.same_tokens:
+        hidden = _replicated(hidden, classifier)
     if cap is not None:  # cap * tanh(x) is the soft cap of the scores cap * x
         scale, bias = scale * cap, None if bias is None else bias * cap
-    settings = input.settings
     label_smoothing = label_smoothing or settings.label_smoothing
     shared: dict[str, Any] = {"linear_bias": bias, "ignore_index": ignore_index, "softcap": cap, "logit_scale": scale}
     shared |= {"group": settings.group, "options": settings.options}
@@ -292,11 +294,25 @@ def _cross_entropy(
             stats = linear_token_stats(
                 hidden, classifier, target, want=settings.want, temperature=settings.temperature, **shared
             )
+        if settings.same_tokens:
+            stats = TokenStats(*map(_to_local, stats))
         settings.collected.append(stats)
         if plain:
             return _from_statistics(stats, settings, reduction)
     smoothing: dict[str, Any] = {"weight": weight, "label_smoothing": label_smoothing, "z_loss": settings.z_loss}
-    return linear_cross_entropy(hidden, classifier, target, reduction=reduction, **smoothing, **shared)
+    loss = linear_cross_entropy(hidden, classifier, target, reduction=reduction, **smoothing, **shared)
+    return _to_local(loss) if settings.same_tokens else loss
+
+
+def _replicated(hidden: Tensor, weight: Any) -> Tensor:
+    """Hidden states that all ranks of the weight's mesh have, as a DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(hidden, weight.device_mesh, [Replicate()] * weight.device_mesh.ndim, run_check=False)
+
+
+def _to_local(value: Any) -> Any:
+    return value.to_local() if hasattr(value, "device_mesh") else value
 
 
 def _from_statistics(stats: TokenStats, settings: LossSettings, reduction: _check.Reduction) -> Tensor:

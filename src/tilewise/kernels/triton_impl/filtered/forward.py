@@ -150,30 +150,27 @@ class FilterForward(FilterCall):
         size = self.tiles * min(step, self.n)
         parts: dict[str, Tensor] = {"part": pair.scale.new_empty(size)}
         where: dict[str, Any] = {"place": self.place, "mass": mass, "all_rows": self.n}
-        where |= {"R": CHOOSE_ROWS, "T": CHOOSE_TILES}
         where["pick_place"] = self._picked(pair.pick, self.place)
         if spec.row_entropy:
             parts["entropy_part"] = torch.empty_like(parts["part"])
             where["surprise"] = surprise
         top: dict[str, Any] = {"row_top": stats.row_top, "row_top_col": stats.row_top_col}
-        top |= {"R": CHOOSE_ROWS, "T": CHOOSE_TILES}
         if spec.row_top:
             parts |= {"top_part": torch.empty_like(parts["part"]), "top_col_part": self.order.new_empty(size)}
             top |= {name: parts[name] for name in ("top_part", "top_col_part")}
+        how = {"R": CHOOSE_ROWS, "T": CHOOSE_TILES}
         chosen: dict[str, Any] = {name: parts[name] for name in ("part", "entropy_part") if name in parts}
         for i in pieces(self.n, step):
             self._masses(parts, i)
             here = {"n": i.stop - i.start, "first_row": i.start}
             rows: dict[str, Any] = {"row_lse": stats.row_lse, "row_entropy": stats.row_entropy}
-            how = {"R": CHOOSE_ROWS, "T": CHOOSE_TILES}
             self.launch(kernels.row_kernel, cdiv(here["n"], CHOOSE_ROWS), **rows, **chosen, **here, **how)
             if spec.row_top:
-                self.launch(kernels.top_kernel, cdiv(here["n"], CHOOSE_ROWS), **top, **here)
+                self.launch(kernels.top_kernel, cdiv(here["n"], CHOOSE_ROWS), **top, **here, **how)
             if group is not None:
                 stats = group.merged(stats)
-                rows = {"row_lse": stats.row_lse, "row_entropy": stats.row_entropy}
-            rows["row_pos"] = stats.row_pos
-            self.launch(kernels.choose_kernel, cdiv(here["n"], CHOOSE_ROWS), **where, **rows, **chosen, **here)
+            rows = {"row_lse": stats.row_lse, "row_entropy": stats.row_entropy, "row_pos": stats.row_pos}
+            self.launch(kernels.choose_kernel, cdiv(here["n"], CHOOSE_ROWS), **where, **rows, **chosen, **here, **how)
         kept = (mass < 0).sum(1, dtype=torch.int32)
         keep_all = plans.too_many(kept, mass.numel(), self.share) | self.keep_all
         plan = FilterPlan(order=self.order, mass=mass, mean=self.mean, surprise=surprise, kept=kept, keep_all=keep_all)
@@ -208,25 +205,24 @@ class FilterForward(FilterCall):
         order = plans.order_by(scores[:, 0], pair)
         place = places(order)
         mass, block = pair.a.new_empty((self.tiles, asked)), min(PROBE_ROWS, asked)
-        shared: dict[str, Any] = {"part": pair.scale.new_empty(self.tiles * asked), "row_key": key, "place": place}
-        rows: dict[str, Any] = {"n": asked, "first_row": 0, "R": 1}
-        rows["T"] = min(PROBE_TILES, triton.next_power_of_2(self.tiles))
+        parts: dict[str, Any] = {"part": pair.scale.new_empty(self.tiles * asked)}
+        keys: dict[str, Any] = {"row_key": key, "place": place}
         probe: dict[str, Any] = {"product": scores, "order": order, "S": asked, "R": block}
         stats = Stats(row_lse=pair.scale.new_empty(asked))
         if self.spec.row_entropy:
-            shared["entropy_part"] = torch.empty_like(shared["part"])
+            parts["entropy_part"] = torch.empty_like(parts["part"])
             stats.row_entropy = pair.scale.new_empty(asked)
         if self.rounding and self.spec.positive == "one":
             stats.row_pos = probe["own_part"] = pair.scale.new_zeros(asked)
-        self.launch(kernels.probe_kernel, self.tiles * (asked // block), **probe, **shared)
-        found = {"row_lse": stats.row_lse, "row_entropy": stats.row_entropy}
-        self.launch(kernels.row_kernel, asked, **rows, **found, **shared)
+        self.launch(kernels.probe_kernel, self.tiles * (asked // block), **probe, **parts, **keys)
+        rows: dict[str, Any] = {"n": asked, "first_row": 0, "R": 1}
+        rows |= {"T": min(PROBE_TILES, triton.next_power_of_2(self.tiles))} | parts
+        self.launch(kernels.row_kernel, asked, **rows, row_lse=stats.row_lse, row_entropy=stats.row_entropy)
         if self.group is not None:
             stats = self.group.merged(stats)
-            found = {"row_lse": stats.row_lse, "row_entropy": stats.row_entropy}
-        rows |= {"mass": mass, "all_rows": asked, "row_pos": stats.row_pos} | found
-        rows["pick_place"] = self._picked(None if pair.pick is None else pair.pick[those], place)
-        self.launch(kernels.choose_kernel, asked, **rows, **shared)
+        rows |= {"row_lse": stats.row_lse, "row_entropy": stats.row_entropy, "row_pos": stats.row_pos}
+        rows |= {"pick_place": self._picked(None if pair.pick is None else pair.pick[those], place), "mass": mass}
+        self.launch(kernels.choose_kernel, asked, **rows, **keys, all_rows=asked)
         pairs = (key[1:] >= 0).sum() * self.tiles
         return order, place, plans.too_many(mass[:, 1:] < 0, pairs, plans.PROBED_SHARE * self.share)
 
