@@ -178,8 +178,9 @@ def test_statistics_of_tokens_over_all_ranks(head, tolerance, probed, monkeypatc
     for value, grads, sent in found:
         assert_close(value.double(), loss.detach(), floor, "loss")
         assert torch.equal(grads["input"], joined["input"])
-        # Log-sum-exp, entropy, positive and their number, two picks; for a sample without picks. And shifts of all rows.
-        assert sent == 8 * len(SHARDS) * (6 * (ROWS - 1) + 4 * 8 * probed) + 4 * ROWS
+        # Log-sum-exp, entropy, positive and their number, two picks; for a sample without picks. Float32 has shifts.
+        shifts = 4 * ROWS * (dtype == torch.float32)
+        assert sent == 8 * len(SHARDS) * (6 * (ROWS - 1) + 4 * 8 * probed) + shifts
     worst = max(relative_error(joined[name], exact[name].grad) for name in joined)
     assert worst < 20 * max(report.tolerance)
     if tolerance != "rounding":
@@ -255,7 +256,7 @@ def test_a_rank_that_fails_stops_all(head, phase, monkeypatch):
                 return
             loss.backward()
             assert x.grad is not None
-            told.append(bool(x.grad.isnan().all()))
+            told.append(bool(x.grad.isnan().any()))
         except MemoryError:
             told.append("raised")
 

@@ -295,7 +295,7 @@ def _cross_entropy(
                 hidden, classifier, target, want=settings.want, temperature=settings.temperature, **shared
             )
         if settings.same_tokens:
-            stats = TokenStats(*map(_to_local, stats))
+            stats = TokenStats(**{name: _to_local(value) for name, value in vars(stats).items()})
         settings.collected.append(stats)
         if plain:
             return _from_statistics(stats, settings, reduction)

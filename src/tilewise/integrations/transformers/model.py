@@ -31,7 +31,7 @@ def head_of(model: nn.Module) -> nn.Module:
 def is_tensor_parallel(head: nn.Module) -> bool:
     """Whether transformers has sharded the head by the model's ``tp_plan``. Its forward gathers all logits.
 
-    All ranks then have the same tokens. Raises `ConfigError` if the plan shards the tokens of the head's input.
+    All ranks then have the same tokens. Raises `ConfigError` for a head that cannot be computed so.
     """
     forward = vars(head).get("forward")
     if not getattr(forward, "__module__", "").endswith(".tensor_parallel"):
@@ -42,6 +42,11 @@ def is_tensor_parallel(head: nn.Module) -> bool:
             f"the tp_plan of the model gives its head sharded hidden states ({layout}). use_linear_cross_entropy needs "
             'all of them on each rank: set the head to "colwise_gather_output" in the tp_plan, or call '
             "tilewise.linear_cross_entropy with DTensors"
+        )
+    if not all(hasattr(parameter, "device_mesh") for parameter in head.parameters()):
+        raise ConfigError(
+            "the weight of a head that transformers shards (tp_plan) is a DTensor, got a plain tensor: the head is "
+            "quantized, or transformers is older than 5.22. Leave the head out of the tp_plan"
         )
     return True
 
