@@ -213,7 +213,7 @@ class LossHandle:
             )
         if has_fused_head(self.model):
             try:
-                self.fused = self._probe_fused_head(self._original())
+                self.fused = self._probe_fused_head(self._original(), self._through_hooks)
             finally:
                 self._unhook_head()
 
@@ -227,7 +227,8 @@ class LossHandle:
                 "effect on it. Do not pass them to use_linear_cross_entropy"
             )
         if self.fused is None:
-            self.fused = self._probe_fused_head(self._fused_forward())
+            # Here the hooks of the model have run.
+            self.fused = self._probe_fused_head(self._fused_forward(), lambda forward, inputs: forward(**inputs))
         return self._fused_output(self.fused, args, kwargs)
 
     def _replaces_fused_head(self) -> bool:
@@ -241,13 +242,23 @@ class LossHandle:
         outer: Any = self.model.__dict__.get("forward")
         return self._original() if _installed_handle(self.model) is self else outer
 
-    def _probe_fused_head(self, fused_forward: Callable[..., Any]) -> FusedOutput:
+    def _through_hooks(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """``forward`` with the hooks of the model around it: FSDP gathers weights in hooks."""
+        self.model.forward = forward
+        try:
+            return _run(self.model, inputs)
+        finally:
+            self._restore()
+
+    def _probe_fused_head(
+        self, fused_forward: Callable[..., Any], call: Callable[[Callable[..., Any], dict[str, Any]], Any]
+    ) -> FusedOutput:
         """Call the trainer's fused head on a few random tokens, and check that tilewise computes the same values."""
         inputs = random_tokens(self.model)
         with torch.no_grad(), evaluation_mode(self.model):
-            theirs = fused_forward(**inputs, **{FLAG: True})
+            theirs = call(fused_forward, inputs | {FLAG: True})
             kind = FusedOutput.of(theirs, [fused_forward, *forwards_of(self.model)])
-            ours = self._fused_output(kind, (), inputs)
+            ours = call(lambda **kwargs: self._fused_output(kind, (), kwargs), inputs)
         kind.compare(ours, theirs, self._tolerance())
         return kind
 
