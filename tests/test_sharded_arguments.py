@@ -44,13 +44,14 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.embed = nn.Embedding(V, D, dtype=torch.float64)
         self.body = nn.Linear(D, D, dtype=torch.float64)
+        self.norm = nn.LayerNorm(D, dtype=torch.float64)
         self.head = nn.Linear(D, V, bias=not tied, dtype=torch.float64)
         self.inside = inside
         if tied:
             self.head.weight = self.embed.weight
 
     def forward(self, words: Tensor, target: Tensor, read: Callable[[Tensor], Tensor]) -> Any:
-        hidden = torch.tanh(self.body(self.embed(words)))
+        hidden = self.norm(torch.tanh(self.body(self.embed(words))))
         return self.loss(hidden, target, read) if self.inside else hidden
 
     def loss(self, hidden: Tensor, target: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
@@ -72,7 +73,7 @@ def one_process(parts: int, *, tied: bool = False) -> tuple[list[Tensor], list[T
     for step in range(STEPS):
         losses = []
         for words, target in (tokens(part, step) for part in range(parts)):
-            logits = model.head(torch.tanh(model.body(model.embed(words))))
+            logits = model.head(model.norm(torch.tanh(model.body(model.embed(words)))))
             losses.append(nn.functional.cross_entropy(logits, target))
         (sum(losses) / parts).backward()
     return [loss.detach() for loss in losses], [p.grad for p in model.parameters()]
@@ -117,6 +118,14 @@ def tied_units(model: Model, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
+def norm_and_head(model: Model, mesh: DeviceMesh) -> None:
+    """A unit of both, as accelerate makes it. With a tied weight the embedding is in it too."""
+    tied = model.head.weight is model.embed.weight
+    tail = [model.norm, *[model.embed] * tied, model.head]
+    fully_shard(tail, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+
+
 def on_two_axes(model: Model, mesh: DeviceMesh) -> None:
     """Data parallel over one axis of the mesh, tensor parallel over the other, whose ranks have the same tokens."""
     parallelize_module(model.head, mesh["tp"], ColwiseParallel())
@@ -130,6 +139,8 @@ def cases(line: DeviceMesh, square: DeviceMesh) -> Iterator[tuple[str, Run, int]
     """Name, loss and gradients of a part, and the number of parts of the batch."""
     for reshard in (True, False, 2):
         yield f"unit, {reshard}", partial(steps, partial(units, mesh=line, reshard=reshard)), RANKS
+    yield "norm and head", partial(steps, partial(norm_and_head, mesh=line)), RANKS
+    yield "norm and head, inside", partial(steps, partial(norm_and_head, mesh=line), inside=True), RANKS
     yield "unit, inside", partial(steps, partial(units, mesh=line), inside=True), RANKS
     yield "unit, accumulation", partial(steps, partial(units, mesh=line), accumulate=True), RANKS
     yield "lone unit", partial(steps, lambda model: fully_shard(model.head, mesh=line)), RANKS
@@ -153,13 +164,9 @@ def check_units(group: Any) -> None:
         with limits.changed(ring_head=ring_head):
             for name, run, parts in cases(line, square):
                 compare(f"{name}, {ring_head}", run, parts, wants[parts])
-            compare(
-                "tied",
-                partial(steps, partial(tied_units, mesh=line), tied=True),
-                RANKS,
-                one_process(RANKS, tied=True),
-                True,
-            )
+            for wrap in (tied_units, norm_and_head):
+                run = partial(steps, partial(wrap, mesh=line), tied=True)
+                compare(f"tied, {wrap.__name__}", run, RANKS, one_process(RANKS, tied=True), True)
     _, got = steps(partial(units, mesh=line), rank, read=lambda weight: weight.full_tensor())
     assert relative_error(got[-1], wants[RANKS][1][-1]) > 0.1, "full_tensor() is right here"
 

@@ -235,16 +235,17 @@ class LazyLogits:
     def _check_weights(self) -> None:
         """Raise if the head's weight or bias has been freed: reading freed memory would crash the process.
 
-        Of a unit of its own under FSDP2, sharded parameters (DTensor) take the place of the freed ones.
+        Of a unit of its own under FSDP2, sharded parameters (DTensor) take the place of the freed ones. DeepSpeed's
+        ZeRO-3 gathers a parameter again, here and in backward, when a module reads it.
         """
-        self.terms = tuple(term._replace(weight=_shards_if_freed(term.weight, term.read)) for term in self.terms)
+        self.terms = tuple(term._replace(weight=_present(term.weight, term.size, term.read)) for term in self.terms)
         if self.bias is not None:
-            self.bias = _shards_if_freed(self.bias, self.read_bias)
-        freed = any(term.weight.shape != term.size or _is_freed(term.weight) for term in self.terms)
-        if freed or (self.bias is not None and _is_freed(self.bias)):
+            self.bias = _present(self.bias, self.shape[-1:], self.read_bias)
+        freed = any(_is_freed(term.weight, term.size) for term in self.terms)
+        if freed or (self.bias is not None and _is_freed(self.bias, self.shape[-1:])):
             raise ConfigError(
                 "the weight of the head was freed after the head's forward and before the loss, because the head is "
-                "sharded separately. Use FSDP2, or keep the head in the outermost FSDP unit, or out of ZeRO-3"
+                "sharded separately. Use FSDP2 or ZeRO-3, or keep the head in the outermost FSDP unit"
             )
 
     def layer(self) -> tuple[Tensor, Tensor, Scale]:
@@ -350,17 +351,16 @@ def _refusal(what: str) -> LazyLogitsError:
     )
 
 
-def _is_freed(tensor: Tensor) -> bool:
-    if hasattr(tensor, "device_mesh"):
-        return False
-    return tensor.numel() > 0 and not tensor.untyped_storage().size()
+def _is_freed(tensor: Tensor, size: torch.Size) -> bool:
+    """Whether a parameter of that size has no memory: FSDP frees the storage, ZeRO-3 leaves an empty tensor."""
+    if tensor.shape != size:
+        return True
+    return not hasattr(tensor, "device_mesh") and tensor.numel() > 0 and not tensor.untyped_storage().size()
 
 
-def _shards_if_freed(tensor: Tensor, read: Callable[[], Tensor] | None) -> Tensor:
-    if read is None or not _is_freed(tensor):
-        return tensor
-    now = read()
-    return now if hasattr(now, "device_mesh") and now.shape == tensor.shape else tensor
+def _present(tensor: Tensor, size: torch.Size, read: Callable[[], Tensor] | None) -> Tensor:
+    """The tensor, or if it is freed the head's parameter as it is now."""
+    return tensor if read is None or not _is_freed(tensor, size) else read()
 
 
 def _is_number(value: Any) -> bool:
