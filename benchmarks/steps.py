@@ -10,7 +10,7 @@ transformers' configurations and random weights: nothing is downloaded. Language
 in bfloat16, with gradient checkpointing. Retrieval takes BERT-base, 8,192 pairs and a gradient cache. Every option is
 at its default. Each method runs twice to warm up, then the methods take turns in shuffled orders. Time: the median of
 the turns. Memory: the largest peak of a turn above the weights, gradients included. The loss is recorded, so that a
-method that computes something else is noticed. The file is written after each case, the smaller ones first.
+method that computes something else is noticed. The file is written after each case.
 
 `python -m reproductions.train_step` has the steps of a CLIP model (ViT-B/16). Results:
 benchmarks/results/steps-<device>.json.
@@ -99,7 +99,7 @@ class Turn:
 
 
 def one_turn(step: measure.Step, device: torch.device) -> Turn:
-    """Run a step once. Unlike in `measure` no untimed step comes first: these steps are long enough to fill the queue."""
+    """Run a step once. Unlike in `measure`, no untimed step comes first: these steps are long enough."""
     step.clear()
     gc.collect()
     if device.type != "cuda":
@@ -307,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> Path | None:
     del report["budget_s"]  # the number of turns does not depend on the time
     path = given.out or given.add_to or RESULTS / f"steps-{slug(report['device'])}.json"
     fresh: list[Row] = []
-    for case in sorted(chosen, key=lambda case: case.items):
+    for case in sorted(chosen, key=lambda case: (not case.is_language, case.items)):
         print(f"measuring {case.name}", file=sys.stderr, flush=True)
         fresh += run_case(case, device, turns, methods, given.small)
         report["results"] = merged(earlier, fresh)
