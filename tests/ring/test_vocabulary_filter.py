@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from typing import Any
 
@@ -17,8 +18,11 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.kernels import filter_plan as plans
+from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats
+from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.filtered import forward as filter_forward
 from tilewise.kernels.triton_impl.filtered.backward import FilterBackward
+from tilewise.kernels.triton_impl.two_pass import saved as saving
 
 pytestmark = INTERPRETED
 SHARDS = (208, 100, 192)  # of COLS, tiles of 16; the second has a ragged last tile
@@ -264,3 +268,36 @@ def test_a_rank_that_fails_stops_all(head, phase, monkeypatch):
 
     run_virtual(3, work, timeout_s=60)
     assert sorted(told, key=str) == [True, True, "raised"]
+
+
+@pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
+def test_saved_exponentials_of_a_shard(entropy, monkeypatch):
+    """Backward computes the scores of saved columns no more. Most rows have their positive on another rank."""
+    limits = {"DTYPES": (torch.float32,), "WORTH_IT": 0, "COLS": 64, "FULL_TILES": 64, "NARROWEST": 8}
+    for name, value in limits.items():
+        monkeypatch.setattr(saving, name, value)
+    few, shards = Head(n=24), (208, 140, 152)
+    spec = PairSpec(row_lse=True, positive="one", row_entropy=entropy, same_rows=True)
+    options, backend = tw.TileOptions(backend="triton", precision="highest"), TritonBackend()
+    a, b = (few.leaves[name].detach().float() for name in ("input", "weight"))
+    starts, one = (0, 208, 348), torch.ones(())
+    pairs = [
+        Pair(a, part, one, row_key=few.target, col_start=at) for part, at in zip(b.split(shards), starts, strict=True)
+    ]
+    parts, saved = zip(*[backend.forward_saving(pair, spec, options) for pair in pairs], strict=True)
+    assert all(each is not None and each.inside >= 64 for each in saved)
+    stats = functools.reduce(Stats.merge, parts)
+    slopes = torch.linspace(0.5, 1.0, 24)
+    grad = GradStats(row_lse=slopes, row_pos=-slopes, row_entropy=0.3 * slopes if entropy else None)
+    found = [
+        backend.backward(pair, stats, grad, Needs(), spec, options, saved=kept, grad_dtype=torch.float32)
+        for pair, kept in zip(pairs, saved, strict=True)
+    ]
+    x, w = a.double().requires_grad_(), b.double().requires_grad_()
+    log_p = (x @ w.T).log_softmax(1)
+    loss = -(slopes * log_p.gather(1, few.target[:, None])[:, 0]).sum()
+    if entropy:
+        loss = loss - (0.3 * slopes * (log_p.exp() * log_p).sum(1)).sum()
+    loss.backward()
+    assert_close(sum(each.a for each in found).double(), x.grad, 1e-5, "rows")
+    assert_close(torch.cat([each.b for each in found]).double(), w.grad, 1e-5, "columns")

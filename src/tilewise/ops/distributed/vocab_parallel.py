@@ -3,9 +3,9 @@
 forward    the statistics of all ranks, vectors, are gathered and merged in rank order
 backward   dA and dscale are summed over the ranks;   dB and dbias of a shard stay on its rank
 
-A backend may save work of forward for backward (`Backend.forward_saving`). The Triton backend saves nothing for a
-shard of the columns, so a call takes four products. There is no one pass, which would take three: gradients need the
-log-sum-exp over all ranks, and so a merge for each block of rows.
+A backend may save work of forward for backward (`Backend.forward_saving`). A call then takes three products where all
+exponentials are saved, and otherwise up to four. There is no one pass, which takes three in blocks of rows: gradients
+need the log-sum-exp over all ranks, and so a merge for each block.
 
 A filter chooses on each rank among its own tiles, after the merge (`filter_plan`), or it computes all of them. With
 ``batch_invariant`` each rank computes blocks of rows of a fixed size, and dA is summed in rank order: an all-reduce
