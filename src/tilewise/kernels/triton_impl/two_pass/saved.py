@@ -292,8 +292,8 @@ def _suits(pair: Pair, spec: PairSpec) -> bool:
     It can if the call has a log-sum-exp of the rows, one positive for each, at most the statistics in ``names``, and no
     scales, shifts or skip keys of the rows.
     """
-    names = ("row_picked", "skip_picked", "row_entropy", "row_sum_sq", "row_top", "drop_rows", "ignored", "in_range")
-    names += ("same_rows",)  # a shard of the columns: the positive of a row may be on another rank
+    names = ["row_picked", "skip_picked", "row_entropy", "row_sum_sq", "row_top", "drop_rows", "ignored", "in_range"]
+    names.append("same_rows")  # a shard of the columns: the positive of a row may be on another rank
     if spec != PairSpec(row_lse=True, positive="one", **{name: getattr(spec, name) for name in names}):
         return False
     return pair.row_scale is None and pair.row_skip is None and pair.row_shift is None
