@@ -77,7 +77,7 @@ def test_what_the_filter_does_not_know_is_exact(name):
     other = {"positive": "many", "softcap": 3.0, "guide": "kl"}.get(name, not value)
     served = is_filtered(10, COLS, dataclasses.replace(plain, **{name: other}), TileOptions(filter_tolerance=0.1))
     without_effect = ("guide_softcap", "beta", "in_range", "ignored")  # without a guide; of small calls
-    known = "softcap", "drop_rows", "row_entropy", "row_top", "row_picked"
+    known = "softcap", "drop_rows", "row_entropy", "row_top", "row_picked", "same_rows"
     assert served == (name in (*known, *without_effect))
 
 
