@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilewise.kernels.triton_impl.tf32 import tensor_descriptor
 
 ALLOCATED = 512  # bytes: torch's allocator rounds up to a multiple
 ALIGNED = 16  # bytes: what a compiled kernel may assume of an address
@@ -149,15 +150,16 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Descriptor:
-    """A part that a kernel reads or writes in blocks of this size."""
+    """A part that a kernel reads or writes in blocks of this size. ``exact``: see `tensor_descriptor`."""
 
     part: Buffer
     block: tuple[int, int]
+    exact: str | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for equal descriptors."""
-        return *self.part.key, self.block
+        return *self.part.key, self.block, self.exact
 
     def __str__(self) -> str:
         return str(self.part)
@@ -211,7 +213,7 @@ def tensor_of(value: Any, values: Values) -> Any:
             return whole.t() if value.transposed else whole
     value, moved = _now(value, values)
     if isinstance(value, Descriptor):
-        return TensorDescriptor.from_tensor(_tensor(value.part, moved, values), list(value.block))
+        return tensor_descriptor(_tensor(value.part, moved, values), value.block, value.exact)
     if not isinstance(value, Buffer):
         return value + moved if moved else value
     if value.dtype is None and not value.is_whole:
@@ -252,7 +254,7 @@ def joined(one: Any, two: Any, depth: int, same: dict[int, int]) -> Any:
     moved = 0
     assert type(one) is type(two), f"{one} and {two} in two turns of a loop"
     if isinstance(one, Descriptor):
-        assert one.block == two.block
+        assert (one.block, one.exact) == (two.block, two.exact)
         moved = _apart(one.part, two.part, same)
     elif isinstance(one, Buffer):
         moved = _apart(one, two, same)

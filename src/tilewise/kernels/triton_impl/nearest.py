@@ -29,7 +29,7 @@ from tilewise.kernels.triton_impl.ranks import (
     right_pairs,
     without_hidden,
 )
-from tilewise.kernels.triton_impl.scores import on_device, pieces, readable, vector
+from tilewise.kernels.triton_impl.scores import on_device, pieces, vector
 from tilewise.options import TileOptions
 
 SMALLEST_BUFFER = 512  # keys of a row; at least three times k, so that what enters a launch rarely overflows it
@@ -117,7 +117,6 @@ class FusedSearcher(FusedScorer):
 
     def __init__(self, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> None:
         super().__init__(device, width, dtype, options)
-        self.workspace = options.workspace_bytes
         major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
         self.piece = PIECES.get(major, OTHER_PIECE)
 
@@ -126,7 +125,7 @@ class FusedSearcher(FusedScorer):
         n, m = block.queries.shape[0], block.items.shape[0]
         k = min(found.index.shape[1], m)
         capacity = triton.next_power_of_2(max(SMALLEST_BUFFER, 3 * k))
-        items = readable(block.items)
+        items = self._operand(block.items)
         col_ids = None if unwanted.col_ids is None else vector(unwanted.col_ids)
         for rows in pieces(n if m else 0, max(self.sizes.rows, self.workspace // (8 * capacity))):
             best = Nearest(found.score[rows], found.index[rows])
@@ -139,7 +138,7 @@ class FusedSearcher(FusedScorer):
             if block.excluded is not None:
                 hidden = block.excluded.index[rows]
                 values |= {"hide": local_places(hidden.T, block.col_offset), "hidden": hidden.shape[1]}
-            keys = self._search(readable(block.queries[rows]), items, values, k)
+            keys = self._search(self._operand(block.queries[rows]), items, values, k)
             score, index = as_best(keys.sort(dim=1, descending=True).values, block.col_offset)
             if (best.index == NO_INDEX).all():
                 best.score[:, :k], best.index[:, :k] = score, index

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.filter_plan import rows_per_step, tile_count
@@ -19,8 +18,9 @@ from tilewise.kernels.spec import FilterPlan, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl.filtered import forward_kernels as kernels
 from tilewise.kernels.triton_impl.filtered.rounding_kernels import exceeds_kernel, norm_kernel
 from tilewise.kernels.triton_impl.launch import launch
-from tilewise.kernels.triton_impl.scores import cdiv, pieces, switches_of, tensors_of
+from tilewise.kernels.triton_impl.scores import cdiv, exact_products, pieces, switches_of, tensors_of
 from tilewise.kernels.triton_impl.sizes import mass_sizes, multiprocessors
+from tilewise.kernels.triton_impl.tf32 import rounded, tensor_descriptor
 from tilewise.kernels.triton_impl.two_pass import strategy as two_pass
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
@@ -56,7 +56,8 @@ class FilterCall:
 
     def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions) -> None:
         self.pair, self.spec, self.options = pair, spec, options
-        tensors = tensors_of(pair, spec)
+        tensors, self.exact = tensors_of(pair, spec), exact_products(options)
+        tensors |= {name: rounded(tensors[name], self.exact) for name in ("a", "b") if name in tensors}
         self.device, self.item = pair.a.device, pair.a.element_size()
         self.a, self.b = tensors["a"], tensors["b"]
         self.n, self.m, self.d = pair.a.shape[0], pair.b.shape[0], pair.a.shape[1]
@@ -80,7 +81,7 @@ class FilterForward(FilterCall):
     def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions, save: bool = False) -> None:
         super().__init__(pair, spec, options)
         self.save = save
-        self.sizes = mass_sizes(self.device, pair.a.dtype, self.width)
+        self.sizes = mass_sizes(self.device, pair.a.dtype, self.width, self.exact)
         # A kept entry costs the same for a tile of any width.
         self.share = self.width / plans.WIDEST_TILE if self.device.type == "cuda" else 1.0
         # float16 lacks the range of products.
@@ -218,7 +219,7 @@ class FilterForward(FilterCall):
         gather: dict[str, Any] = {"order": self.order, "bias": self.bias, "out": buffer, "mean": self.mean}
         gather |= {"out_units": units(buffer), "R": min(GATHER_ROWS, self.width), "K": features}
         tile: dict[str, Any] = {"bias": self.bias, "order": self.order if self.spec.row_top else None, **parts}
-        a_desc = TensorDescriptor.from_tensor(self.a[i], [sizes.rows, sizes.depth])
+        a_desc = tensor_descriptor(self.a[i], (sizes.rows, sizes.depth), self.exact)
         tile |= {"a_desc": a_desc, "n": rows, "row_shift": None}
         if self.pair.row_shift is not None:
             tile["row_shift"] = self.known["row_shift"][i]
@@ -227,7 +228,7 @@ class FilterForward(FilterCall):
             first = t.start * self.width
             here = {"m": min(t.stop * self.width, self.m) - first, "first": first, "first_tile": t.start}
             self.launch(kernels.gather_kernel, (t.stop - t.start) * cdiv(self.d, features), **gather, **here)
-            b_desc = TensorDescriptor.from_tensor(buffer[: here["m"]], [sizes.cols, sizes.depth])
+            b_desc = tensor_descriptor(buffer[: here["m"]], (sizes.cols, sizes.depth), self.exact)
             self.launch(
                 kernels.mass_kernel, programs, warps=sizes.warps, stages=sizes.stages, b_desc=b_desc, **tile, **here
             )
