@@ -369,7 +369,7 @@ def flat(solved: tuple[Tensor, dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def check_tf32_errors(place: Place, name: str, n: int, d: int, seed: int, **settings: Any) -> None:
-    """At most 1.5 times the dense path's error in TF32; the gradient of a number may be off as its rounded terms are."""
+    """At most 1.5 times the dense path's error in TF32; a number's gradient may be off as its rounded terms are."""
     for key, (ours, dense) in errors_in_tf32(place, name, n, d, seed, **settings).items():
         floor = TF32_FLOOR if key in NUMBERS else 0.0
         assert ours <= max(1.5 * dense + 1e-6, floor), f"{key}: error {ours:.2g}, dense {dense:.2g}"

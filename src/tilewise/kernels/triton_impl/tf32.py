@@ -1,7 +1,7 @@
 """Float32 features are rounded to the nearest number of TF32 before a product in TF32.
 
-Tensor cores read the upper 19 bits of a float32 number. Without rounding, the others are cut off, which makes every
-product smaller: the mean error of a score is then about 2**-10 of it, and a loss inherits it. cuBLAS rounds as well.
+Tensor cores read the upper 19 bits of a float32 number. Without rounding, the others are cut off. Every score is then too
+small, by 7e-4 of it on average, and so is what a loss subtracts. cuBLAS rounds as well.
 
 From Triton 3.9 on, the load of a tile rounds: `tensor_descriptor`. Kernels that read addresses round in registers
 (`operand`). Older versions cannot round in a load, or have an assembler with a fault in products whose operands come from
