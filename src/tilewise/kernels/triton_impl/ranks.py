@@ -204,7 +204,8 @@ class FusedScorer:
 
     def _operand(self, features: Tensor) -> Tensor:
         """What kernels read in place of the features: these, or a copy. See `readable` and `tf32`."""
-        return rounded(readable(features), self.exact)
+        with on_device(features):
+            return rounded(readable(features), self.exact)
 
     def _parts(self, block: Block) -> Iterator[tuple[slice, Tensor, dict[str, Any]]]:
         """Parts of the gallery, what kernels read of them, and the arguments that all kernels over tiles need."""
