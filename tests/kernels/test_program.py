@@ -145,12 +145,12 @@ def test_the_peak_is_that_of_the_allocations(monkeypatch):
 
     def allocated(step, values):
         out = step.out
-        values.tensors[out.place] = torch.empty_strided(out.shape, out.strides, dtype=out.dtype)
+        if step.makes:
+            values.tensors[out.place] = torch.empty_strided(out.shape, out.strides, dtype=out.dtype)
 
     for step in (Product, Total):
         monkeypatch.setattr(step, "run", allocated)
-    step = Program._step
-    monkeypatch.setattr(Program, "_step", lambda self, one, values: step(self, one, values) if one.makes else None)
+    monkeypatch.setattr(Program, "_step", lambda *_: None)
     for program in several():
         sizes = []
 
