@@ -23,6 +23,8 @@ def why_not_stats(shape: PairShape, spec: PairSpec) -> str | None:
     """Why these statistics cannot be computed from one block of scores, or None."""
     if spec.guide != "none":
         return "it has a guide"
+    if spec.row_picked and shape.device.type == "cuda":
+        return "a GPU would add gradients of a column that a row picks twice in any order"
     if spec.positive == "one" and not shape.has_row_key and shape.rows > shape.cols:
         return "some rows have no positive"
     if spec.col_lse and (spec.positive != "one" or shape.has_row_key):
