@@ -2,7 +2,7 @@
 
     python -m benchmarks.ordinary count            # calls of a step of 64 rows: without noise, the same on any machine
     python -m benchmarks.ordinary time             # wall time of a step, ours / dense (and / torch.compile on a GPU)
-    python -m benchmarks.ordinary sizes            # the same from 64 to 65,536 rows, for the charts of benchmarks.charts
+    python -m benchmarks.ordinary sizes            # the same from 64 to 65,536 rows, for benchmarks.charts
     python -m benchmarks.ordinary busy             # what two threads of a CPU lose beside two busy loops
 
 A step is forward and backward. A time is that of a sequence of steps without a synchronization inside, as in training,
@@ -333,7 +333,10 @@ def time_busy(arguments: argparse.Namespace) -> None:
             pause(paused=True)
             x = make_inputs(BUSY_ROWS, arguments.width, CLASSES // 8, torch.float32, "cpu")
             if name == "retrieval_ranks":
-                steps = {"tilewise": lambda x=x: tw.retrieval_ranks(x["a"], x["b"]), "dense": lambda x=x: ranks_dense(x)}
+                steps = {
+                    "tilewise": lambda x=x: tw.retrieval_ranks(x["a"], x["b"]),
+                    "dense": lambda x=x: ranks_dense(x),
+                }
             else:
                 ours, dense, leaves = LOSSES[name]
                 steps = {"tilewise": stepper(ours, x, leaves), "dense": stepper(dense, x, leaves)}
@@ -349,7 +352,9 @@ def time_busy(arguments: argparse.Namespace) -> None:
             lost = {method: ms[f"{method}, busy"] / ms[f"{method}, quiet"] for method in steps}
             ratio = round(lost["tilewise"] / lost["dense"], 3)
             rows_out.append({"loss": name, "rows": BUSY_ROWS, "ms": ms, "lost over that of dense": ratio})
-            print(f"{name:16} lost {lost['tilewise']:5.2f}   dense {lost['dense']:5.2f}   ratio {ratio:5.2f}", flush=True)
+            print(
+                f"{name:16} lost {lost['tilewise']:5.2f}   dense {lost['dense']:5.2f}   ratio {ratio:5.2f}", flush=True
+            )
     finally:
         for loop in loops:
             loop.kill()

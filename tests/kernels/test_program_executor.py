@@ -10,8 +10,8 @@ pytest.importorskip("triton", reason="triton is not installed on this platform")
 from tests.kernels.test_program import steps_of
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.kernels.triton_impl import program as programming
 from tilewise.kernels.triton_impl import buffers
+from tilewise.kernels.triton_impl import program as programming
 from tilewise.kernels.triton_impl.buffers import Descriptor
 from tilewise.kernels.triton_impl.launch import kernel
 from tilewise.kernels.triton_impl.program import Program

@@ -93,9 +93,10 @@ def _route(
             reason = "all scores fit the workspace at once, and there are few of them"
             return Route("small", reason, backend, forms_gradients=scalar)
         # Where the host is the limit, some operators on all scores at once take less time than many tiles.
-        other = operators_instead(backend, options) if shape.rows * shape.cols <= limits.small_operators else None
-        if other is not None and _why_not_small(shape, spec, options, other, limits, scalar) is None:
-            reason = f"there are so few scores that some operators on all of them are faster than tiles ({backend.name})"
+        other = operators_instead(backend, options)
+        fits = other is not None and _why_not_small(shape, spec, options, other, limits, scalar) is None
+        if other is not None and fits and shape.rows * shape.cols <= limits.small_operators:
+            reason = f"few scores: operators on all of them instead of the tiles of the backend {backend.name}"
             return Route("small", reason, other, forms_gradients=scalar)
     if not any(needs):
         return Route("two_pass", "no gradient is needed", backend)

@@ -221,8 +221,8 @@ def given_values(
 def run_small(program: Program, key: SmallKey, given: Sequence[Any]) -> list[Tensor]:
     """The program's outputs. Contexts cost as much as a launch, so they are entered only where they change something."""
     device, precision = key.shape.device, key.precision
-    here = device.type != "cuda" or device.index == torch.cuda.current_device()
-    if here and precision == "torch" and not torch.is_grad_enabled():
+    index = device.index
+    if precision == "torch" and not torch.is_grad_enabled() and (index is None or index == torch.cuda.current_device()):
         return program.run(device, *given)
     with torch.cuda.device(device if device.type == "cuda" else -1), torch.no_grad(), matmul_precision(precision):
         return program.run(device, *given)
