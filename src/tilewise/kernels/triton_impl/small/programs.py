@@ -27,7 +27,7 @@ FEW = 2**20  # scores, with which a tile of `both_kernel` is smaller
 BOTH_COLS = 128
 BLOCK = 4096  # numbers of a program of `gradient_kernel`
 COUNTED_ROWS = 2048  # of which each program of `rows_kernel` counts those that are not ignored
-FACTS = (*tensors.FACTS, "weight", "square")
+FACTS = (*tensors.FACTS, *tensors.WEIGHTS)
 PARTS = ("top", "log", "factor", "hit")  # of the softmax of a row or column, for `both_kernel`
 
 
@@ -52,7 +52,7 @@ def loss_program(key: SmallKey) -> Program:
     n, m, d, wide = shape.rows, shape.cols, shape.width, torch.float32
     p = Program()
     a, b, scores = given_scores(p, key, FACTS)
-    weight, square, share = scores.pop("weight"), scores.pop("square"), p.given("share")
+    weight, square, share = scores.pop("each"), scores.pop("square"), p.given("share")
 
     def scratch(name: str, size: int) -> Buffer:
         return p.scratch(name, (size,), wide)
