@@ -234,7 +234,7 @@ def test_launches_replaced_by_nothing(monkeypatch):
     )
     program = programs.loss_program(key("clip", n=8, m=8, dtype=torch.float32, needs=Needs(scale=True)))
     x = torch.randn(8, 32)
-    found = program.run(torch.device("cpu"), x, x, torch.tensor(2.0), None, None, *(None,) * 6, 0.5)
+    found = program.run(torch.device("cpu"), x, x, 2.0, 0.5)
     assert seen == ["rows_kernel", "rows_kernel", "both_kernel", "finish_kernel"]
     assert [tuple(value.shape) for value in found] == [(), (8, 32), (8, 32), ()]
     assert isinstance(program.steps[0], Product)
