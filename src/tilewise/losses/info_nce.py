@@ -148,10 +148,10 @@ def info_nce(
     if (
         reduction != "none"
         and negatives is None
+        and guided is None
         and not group_name
         and not harder.in_batch
         and not decoupled
-        and not (apart and symmetric)
     ):
         weights = row_weights(a, reduction, checked=calls.checked)
         call: dict[str, Any] = {"full_keys": full_keys, "spec": spec, "options": options, "calls": calls}

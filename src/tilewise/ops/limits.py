@@ -15,6 +15,7 @@ class Limits:
 
     Args:
         small, small_cpu: the most scores that are computed all at once, on a GPU and on a CPU.
+        small_operators: the most scores on a GPU for which PyTorch's operators compute statistics that no program does.
         smallest_block: one pass on a CPU: with fewer rows in a block its products are thin, and computing the scores
             twice is faster.
         worth_one_pass: one pass of a softmax on a GPU: below so many multiply-adds of a product the host takes longer
@@ -36,6 +37,7 @@ class Limits:
 
     small: int = 2**27
     small_cpu: int = 2**21
+    small_operators: int = 2**24
     smallest_block: int = 64
     worth_one_pass: int = 2**34
     smallest_gpu_block: int = 2048

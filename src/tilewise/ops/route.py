@@ -17,7 +17,7 @@ import torch
 
 from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.backend import Backend, Like, OnePass
-from tilewise.kernels.registry import choose_backend, forget_with_backends
+from tilewise.kernels.registry import choose_backend, forget_with_backends, operators_instead
 from tilewise.kernels.spec import Needs, PairShape, PairSpec, wanted_names
 from tilewise.ops.budget import sized
 from tilewise.ops.limits import Limits, current
@@ -88,9 +88,16 @@ def _route(
         return Route("two_pass", "over a group the statistics of all ranks come first", backend)
     if options.batch_invariant:
         return Route("two_pass", "batch_invariant=True: blocks of rows have a fixed size", backend)
-    if options.filter_tolerance == 0.0 and _why_not_small(shape, spec, options, backend, limits, scalar) is None:
-        reason = "all scores fit the workspace at once, and there are few of them"
-        return Route("small", reason, backend, forms_gradients=scalar)
+    if options.filter_tolerance == 0.0:
+        if _why_not_small(shape, spec, options, backend, limits, scalar) is None:
+            reason = "all scores fit the workspace at once, and there are few of them"
+            return Route("small", reason, backend, forms_gradients=scalar)
+        # Where the host is the limit, some operators on all scores at once take less time than many tiles.
+        other = operators_instead(backend, options)
+        fits = other is not None and _why_not_small(shape, spec, options, other, limits, scalar) is None
+        if other is not None and fits and shape.rows * shape.cols <= limits.small_operators:
+            reason = f"few scores: operators on all of them instead of the tiles of the backend {backend.name}"
+            return Route("small", reason, other, forms_gradients=scalar)
     if not any(needs):
         return Route("two_pass", "no gradient is needed", backend)
     options = sized(options, shape, spec, needs)

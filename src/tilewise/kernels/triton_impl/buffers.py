@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,12 @@ from tilewise.kernels.triton_impl.tf32 import tensor_descriptor
 ALLOCATED = 512  # bytes: torch's allocator rounds up to a multiple
 ALIGNED = 16  # bytes: what a compiled kernel may assume of an address
 DEEPEST = 4  # loops inside of each other
+NO_PLACES: dict[int, int] = {}
+
+
+def is_card(device: torch.device) -> bool:
+    """Whether launches take addresses in place of tensors; the interpreter takes tensors."""
+    return device.type == "cuda"
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
@@ -182,20 +188,17 @@ class Moving:
         return str(self.value)
 
 
-@dataclass(eq=False)
 class Values:
     """The values of one run: tensors and numbers by place, arguments of launches by slot, and turns of loops."""
 
-    device: torch.device
-    tensors: list[Any]
-    at: list[Any]
-    block: Tensor | None = None  # the memory of small scratch, and the offset of each in it, by place
-    places: dict[int, int] = field(default_factory=dict)
-    on_card: bool = field(init=False)
-    turns: list[int] = field(default_factory=lambda: [0] * DEEPEST)
+    __slots__ = ("at", "block", "device", "on_card", "places", "tensors", "turns")
 
-    def __post_init__(self) -> None:
-        self.on_card = self.device.type == "cuda"  # then launches take addresses in place of tensors
+    def __init__(self, device: torch.device, tensors: list[Any], at: list[Any]) -> None:
+        self.device, self.tensors, self.at = device, tensors, at
+        self.on_card = is_card(device)  # then launches take addresses in place of tensors
+        self.block: Tensor | None = None  # the memory of small scratch, and the offset of each in it, by place
+        self.places: dict[int, int] = NO_PLACES
+        self.turns = [0] * DEEPEST
 
 
 def _now(value: Any, values: Values) -> tuple[Any, int]:
