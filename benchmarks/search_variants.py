@@ -1,6 +1,6 @@
 """Times variants of the search kernel on a GPU, and shows where the time of the search goes. Not kept.
 
-    python -m benchmarks.search_variants           about a minute
+python -m benchmarks.search_variants           about a minute
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def main() -> None:
             print(f"{name}: {error.decode()[-1500:]}", flush=True)
         else:
             made[name] = variant(name)
-    result: dict = {"different of 20000 (float32)": differences(20000, torch.device("cuda"))}
+    result: dict = {"different of 20000 (float32)": differences(20000, torch.device("cuda"), 20000)}
     for n, m, d, k in ((131072, 131072, 512, 100), (131072, 131072, 512, 10), (8192, 1048576, 768, 100)):
         queries, gallery = data(n, m, d)
         want = call("as it is", queries, gallery, k)

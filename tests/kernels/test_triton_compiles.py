@@ -77,6 +77,8 @@ def check(lines: list[dict]) -> None:
     assert {line["capability"] for line in lines} == set(LIMITS)
     wrong = [(line, exceeded) for line in lines if (exceeded := limits_exceeded(line))]
     assert not wrong, "\n".join(f"{exceeded}: {line}" for line, exceeded in wrong)
+    for line in lines:  # a thread that repeated the work of another one would append its keys twice
+        assert line.get("reserved") == line.get("scores"), line
 
 
 def check_recorded(lines: list[dict]) -> None:
