@@ -205,7 +205,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.out is None or (device.type != "cuda" and not given.quick):
         raise SystemExit("this benchmark needs --out FILE and a CUDA device. Pass --quick to try it out on a CPU")
     torch.set_float32_matmul_precision("high")
-    report = describe("compilers", device, "python -m benchmarks.compilers", given.turns, 60.0, commit=commit_of(given.commit))
+    report = describe(
+        "compilers", device, "python -m benchmarks.compilers", given.turns, 60.0, commit=commit_of(given.commit)
+    )
     report |= {"assembler": assembler(device), "bits": digests(device, given.quick)}
     report["in_registers"] = kernels_in_registers()
     report["results"] = measured(device, given.turns, given.quick)

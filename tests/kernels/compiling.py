@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 import triton
+from benchmarks.compilers import IN_REGISTERS
 from tests.kernels.resources import resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -157,4 +158,5 @@ def show(capability, kernel, result, programs=1, **more) -> None:
     """Print a line about a compiled kernel."""
     line = {"capability": capability, "kernel": kernel, "shared": result.metadata.shared, "programs": programs}
     line |= {"threads": 32 * result.metadata.num_warps} | resources(result.asm["cubin"])
+    line["in_registers"] = len(IN_REGISTERS.findall(result.asm["ptx"]))  # products with an operand in registers
     print(json.dumps(line | more), flush=True)
