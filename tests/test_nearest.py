@@ -156,11 +156,11 @@ def test_hard_negatives_for_training():
     torch.testing.assert_close(loss, F.cross_entropy(logits, document))
 
 
-@pytest.mark.parametrize(
-    "rows, cols", [([9], [9]), ([5, 8], [7, 2]), ([4, 0, 7], [4, 9, 0]), ([3, 6, 0, 5], [3, 6, 2, 5])]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_over_ranks_equals_one_process(rows, cols, dtype):
+SPLITS = [([9], [9]), ([5, 8], [7, 2]), ([4, 0, 7], [4, 9, 0]), ([3, 6, 0, 5], [3, 6, 2, 5])]
+
+
+def problem_over_ranks(rows, cols, dtype, device="cpu"):
+    """The search of a rank, and its result over all ranks; with many ties."""
     generator = torch.Generator().manual_seed(2)
     n, m = sum(rows), sum(cols)
     queries, gallery = (whole_numbers(generator, size, 3, dtype, 1) for size in (n, m))
@@ -170,11 +170,18 @@ def test_over_ranks_equals_one_process(rows, cols, dtype):
     def work(group):
         mine, here = (slice(sum(s[: group.rank()]), sum(s[: group.rank() + 1])) for s in (rows, cols))
         more = {"query_ids": ids[0][mine], "gallery_ids": ids[1][here], "exclude": exclude[mine], "below": below[mine]}
-        return tw.nearest(queries[mine], gallery[here], 4, **more, group=group)
+        more = {name: value.to(device) for name, value in more.items()}
+        return tw.nearest(queries[mine].to(device), gallery[here].to(device), 4, **more, group=group)
 
-    parts = run_virtual(len(rows), work)
     more = {"query_ids": ids[0], "gallery_ids": ids[1], "exclude": exclude, "below": below}
-    want = dense(queries, gallery, 4, **more)
+    return work, dense(queries, gallery, 4, **more)
+
+
+@pytest.mark.parametrize("rows, cols", SPLITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_over_ranks_equals_one_process(rows, cols, dtype):
+    work, want = problem_over_ranks(rows, cols, dtype)
+    parts = run_virtual(len(rows), work)
     assert_same(Nearest(*(torch.cat(part) for part in zip(*parts, strict=True))), want)
 
 

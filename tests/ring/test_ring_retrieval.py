@@ -56,8 +56,11 @@ def shard(call: Call, kind: str, rank: int, rows: Sequence[int], cols: Sequence[
     return queries[mine], gallery[here], cut
 
 
-def run_ranks(group: Any, kind: str, rows: list[int], cols: list[int], dtype: torch.dtype) -> BothRanks:
+def run_ranks(
+    group: Any, kind: str, rows: list[int], cols: list[int], dtype: torch.dtype, device: str = "cpu"
+) -> BothRanks:
     queries, gallery, more = shard(whole(kind, rows, cols, dtype), kind, group.rank(), rows, cols)
+    queries, gallery, more = queries.to(device), gallery.to(device), {k: v.to(device) for k, v in more.items()}
     found = retrieval_ranks_both(queries, gallery, **more, group=group)
     alone = retrieval_ranks(queries, gallery, **more, group=group)
     assert torch.equal(found.query_to_gallery, alone)

@@ -1,0 +1,250 @@
+"""Runs of the trainer over several ranks: sharded towers, another number of ranks in mid-run, and killed ranks.
+
+    python -m tests.train.rank_runs [--device cpu] [--kills 20] [--seed 0] [--launcher torchrun] [--lines FILE]
+
+Every run must end with the weights of one process. In a killed run rank 1 is killed with SIGKILL at a random moment:
+
+    --launcher torchrun   torchrun with --max-restarts 1 starts both ranks again
+    --launcher none       the other rank must end by itself, with one sentence; then the same command continues
+
+It must take at most 30 seconds until the survivor has ended. On one card all ranks use the first device. The command
+prints a line for each check and ends with 0 only if all of them passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from tests.compare import relative_error
+from tests.processes import TORCHRUN, free_port, rank_environments
+from tests.train.small_icons import write_small_icons
+
+from tilewise.train import cli
+from tilewise.train.checkpoint import step_name
+from tilewise.train.run_folder import RunFolder
+
+STEPS = 6
+SETTINGS = [
+    "model.width=32", "model.depth=1", "model.text_buckets=512", "model.embed_dim=16", "loop.batch_size=62",
+    "loop.chunk_size=12", f"loop.steps={STEPS}", "loop.threads=1", "optim.lr=3e-3", "optim.ema_decay=0.9",
+    "output.checkpoint_every=1", "output.keep_last=9", "output.evaluate_every=0", "output.report=false",
+    "output.tensorboard=false",
+]  # fmt: skip
+BOUND = 1e-4  # of weights: sums over ranks have another order, and Adam divides small gradients by their size
+ENDS_WITHIN_S = 30.0
+LIMIT_S = 170.0  # of a run
+MOMENT = "TILEWISE_TEST_KILL_AFTER"  # seconds; of rank 1 and the first start
+SENTENCE = "stops, because another rank has ended or cannot be reached"
+
+
+def rank_main() -> None:
+    """One rank: `tilewise` with the first card, and its end if the environment has one."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    after, first = os.environ.pop(MOMENT, None), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if after is not None and first and os.environ["RANK"] == "1":
+        threading.Timer(float(after), end_here).start()
+    cli.main()
+
+
+def end_here() -> None:
+    Path(sys.argv[-1].partition("=")[2] + ".killed").write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Runs:
+    """Runs in folders beside each other, and the weights of one process."""
+
+    def __init__(self, base: Path, device: str) -> None:
+        self.base, self.device = base, device
+        self.icons = write_small_icons(base / "icons.zip")
+        started = time.monotonic()
+        self.run("alone", 1)
+        self.seconds = time.monotonic() - started
+        self.want = self.weights("alone")
+
+    def arguments(self, name: str, *more: str) -> list[str]:
+        (self.base / "start.toml").write_text("")
+        settings = [*SETTINGS, f"loop.device={self.device}", f"data.path={self.icons}", *more]
+        return ["train", str(self.base / "start.toml"), *settings, f"output.folder={self.base / name}"]
+
+    def start(self, name: str, world: int, *more: str, kill_after: float | None = None) -> list[subprocess.Popen[str]]:
+        """The processes of the ranks."""
+        command = [sys.executable, "-m", "tests.train.rank_runs", "--rank", *self.arguments(name, *more)]
+        kill = {} if kill_after is None else {MOMENT: str(kill_after)}
+        return [self._popen(command, rank | kill) for rank in rank_environments(world)]
+
+    def launch(self, name: str, kill_after: float) -> subprocess.Popen[str]:
+        """The same with torchrun and two ranks, which it starts again once."""
+        how = ["--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}", "--monitor-interval=0.5"]
+        command = [*TORCHRUN, *how, "-m", "tests.train.rank_runs", "--rank", *self.arguments(name)]
+        return self._popen(command, {MOMENT: str(kill_after), "OMP_NUM_THREADS": "1"})
+
+    def _popen(self, command: list[str], more: dict[str, str]) -> subprocess.Popen[str]:
+        environment = os.environ | more
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+    def run(self, name: str, world: int, *more: str) -> None:
+        """A whole run; all ranks must end well."""
+        ranks = self.start(name, world, *more)
+        outputs = [end_of(rank) for rank in ranks]
+        assert not any(rank.returncode for rank in ranks), "\n".join(outputs)[-2000:]
+
+    def weights(self, name: str, step: int = STEPS) -> dict[str, Any]:
+        return load_file(self.base / name / "checkpoints" / step_name(step) / "model.safetensors")
+
+    def error(self, name: str) -> float:
+        """The largest error of a tensor of weights, and all steps must be there once."""
+        steps = [line["step"] for line in RunFolder(self.base / name).read_metrics() if line["kind"] == "train"]
+        assert steps == list(range(1, STEPS + 1)), steps
+        got = self.weights(name)
+        return max(relative_error(got[key], want) for key, want in self.want.items() if want.any())
+
+    def cut(self, name: str, step: int) -> None:
+        """Remove all checkpoints after this step, so that the run continues there."""
+        for later in range(step + 1, STEPS + 1):
+            shutil.rmtree(self.base / name / "checkpoints" / step_name(later))
+
+
+def end_of(process: subprocess.Popen[str]) -> str:
+    """The output of a process that has ended; one that does not is killed with all that it has started."""
+    try:
+        return process.communicate(timeout=LIMIT_S)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise AssertionError(f"did not end in {LIMIT_S:g} s: {process.communicate()[0][-1000:]}") from None
+
+
+def check_sharded(runs: Runs) -> str:
+    """Two ranks with sharded towers."""
+    runs.run("sharded", 2, "loop.shard=true")
+    return within(runs, "sharded")
+
+
+def check_other_numbers(runs: Runs) -> str:
+    """Four ranks go on as three, and these as two."""
+    for world, until in ((4, 2), (3, 4), (2, STEPS)):
+        runs.run("fewer", world)
+        runs.cut("fewer", until)
+    return within(runs, "fewer")
+
+
+def within(runs: Runs, name: str) -> str:
+    error = runs.error(name)
+    assert error <= BOUND, f"weights are off by {error:.1e}"
+    return f"weights {error:.1e}"
+
+
+def check_kill_with_torchrun(runs: Runs, name: str, after: float) -> dict[str, Any]:
+    """Kill rank 1 after so many seconds; torchrun starts both again, from the last checkpoint or the beginning."""
+    launcher = runs.launch(name, after)
+    output = end_of(launcher)
+    assert launcher.returncode == 0, output[-2000:]
+    return {"killed": Path(f"{runs.base / name}.killed").exists(), "error": runs.error(name)}
+
+
+def check_kill_alone(runs: Runs, name: str, after: float) -> dict[str, Any]:
+    """Kill rank 1 so many seconds after the first step; rank 0 ends by itself, and the same command goes on."""
+    other, killed = runs.start(name, 2)
+    metrics = runs.base / name / "metrics.jsonl"
+    while killed.poll() is None and not (metrics.exists() and '"train"' in metrics.read_text()):
+        time.sleep(0.005)
+    time.sleep(after)
+    killed.kill()
+    at = time.monotonic()
+    output = " ".join(end_of(other).split())
+    took = time.monotonic() - at
+    killed.communicate()
+    found: dict[str, Any] = {"killed": killed.returncode == -signal.SIGKILL, "survivor_s": round(took, 2)}
+    found["step"] = len([line for line in RunFolder(runs.base / name).read_metrics() if line["kind"] == "train"])
+    assert took <= ENDS_WITHIN_S, f"the other rank took {took:.0f} s"
+    assert "Traceback" not in output, output
+    assert other.returncode == 0 or SENTENCE in output, output
+    found["ended_with"] = other.returncode
+    runs.run(name, 2)
+    return found | {"error": runs.error(name)}
+
+
+def kills(runs: Runs, count: int, seed: int, launcher: str) -> dict[str, Any]:
+    """Kill so many runs at random moments."""
+    rng, tried = random.Random(seed), []
+    while sum(one["killed"] for one in tried) < count:
+        name = f"killed-{len(tried)}"
+        if launcher == "torchrun":
+            after = rng.uniform(0.2, 0.9) * runs.seconds
+            tried.append(check_kill_with_torchrun(runs, name, after))
+        else:
+            after = rng.uniform(0.0, 0.1) * runs.seconds
+            tried.append(check_kill_alone(runs, name, after))
+        tried[-1]["after_s"] = round(after, 3)
+        assert tried[-1]["error"] <= BOUND, tried[-1]
+        assert len(tried) < 3 * count + 5, f"runs end before they are killed: {tried}"
+        shutil.rmtree(runs.base / name)
+    return {"launcher": launcher, "seed": seed, "kills": count, "runs": tried}
+
+
+def summary(found: dict[str, Any]) -> str:
+    tried = [one for one in found["runs"] if one["killed"]]
+    slowest = max((one.get("survivor_s", 0.0) for one in tried), default=0.0)
+    worst = max((one["error"] for one in tried), default=0.0)
+    words = [f"{len(tried)} killed, weights {worst:.1e}"]
+    return ", ".join(words + [f"the other rank ended within {slowest:.1f} s"] * (slowest > 0))
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--rank"]:
+        sys.argv[1:] = sys.argv[2:]
+        rank_main()
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--launcher", choices=["torchrun", "none"], default="torchrun")
+    parser.add_argument("--lines", type=Path, help="a file that gets a line of JSON for each check")
+    parser.add_argument("--kills-only", action="store_true")
+    args = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(Path(folder), args.device)
+        checks: dict[str, Any] = {
+            "sharded towers": lambda: check_sharded(runs),
+            "4, 3, 2 ranks": lambda: check_other_numbers(runs),
+            "kills": lambda: kills(runs, args.kills, args.seed, args.launcher),
+        }
+        for name, check in checks.items():
+            if args.kills_only and name != "kills":
+                continue
+            began = time.monotonic()
+            said: dict[str, Any] = {"job": name}
+            try:
+                found = check()
+                said |= {"passed": True, "worst": found} if name != "kills" else {"passed": True, "worst": summary(found)}
+                said |= found if name == "kills" else {}
+            except AssertionError as error:
+                said |= {"passed": False, "worst": str(error)[-400:]}
+                failed += 1
+            said["seconds"] = round(time.monotonic() - began, 1)
+            print(f"{name}: {said['worst']}, {said['seconds']:g} s", flush=True)
+            if args.lines is not None:
+                with args.lines.open("a") as out:
+                    out.write(json.dumps(said) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
