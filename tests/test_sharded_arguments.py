@@ -192,9 +192,9 @@ def counted(loss: Callable[[], Tensor]) -> tuple[dict[str, int], list[int]]:
     sent: list[int] = []
     real = GroupExchange.shift
 
-    def shift(self: GroupExchange, send: Any, receive: Any) -> Any:
+    def shift(self: GroupExchange, send: Any, receive: Any, *peers: Any) -> Any:
         sent.append(sum(part.numel() * part.element_size() for part in send))
-        return real(self, send, receive)
+        return real(self, send, receive, *peers)
 
     with mock.patch.object(GroupExchange, "shift", shift), CommDebugMode() as mode:
         loss().backward()
