@@ -1,9 +1,13 @@
 """The device of a rank, and numbers of ranks that do not fit the machine."""
 
+import socket
+
 import pytest
 import torch
+from tests.processes import free_port
 
 from tilewise.errors import ConfigError, GroupError
+from tilewise.train import distributed
 from tilewise.train.config import load_config
 from tilewise.train.distributed import choose_device, join_world
 from tilewise.train.loop import train
@@ -79,6 +83,29 @@ def test_an_environment_without_numbers_is_refused(two_gpus, monkeypatch, name, 
     monkeypatch.setenv(name, value)
     with pytest.raises(GroupError, match=rf"the environment has {name}="):
         join_world("auto")
+
+
+def test_a_first_rank_that_nobody_can_reach_is_named(monkeypatch):
+    """Torch alone waits for half an hour, and no signal ends it."""
+    set_ranks(monkeypatch, 1, 2)
+    monkeypatch.setattr(distributed, "JOIN_S", 0.5)
+    port = str(free_port())
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(GroupError, match=rf"of 2 ranks: nothing has answered at 127\.0\.0\.1:{port} .*Start rank 0 there"):
+        join_world("cpu")
+    with socket.create_server(("127.0.0.1", int(port))):
+        distributed._wait_for_first_rank(2)
+
+
+@pytest.mark.parametrize("name, value", [("MASTER_ADDR", None), ("MASTER_PORT", None), ("MASTER_PORT", "x")])
+def test_a_rendezvous_that_is_not_described_is_one_sentence(monkeypatch, name, value):
+    set_ranks(monkeypatch, 1, 2)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(GroupError, match=r"cannot join the process group of 2 ranks: .*\. Start with torchrun"):
+        join_world("cpu")
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
