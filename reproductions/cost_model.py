@@ -10,12 +10,12 @@ The GPU benchmarks measure the single-GPU rate.
 Each of W ranks has n = N / W rows of width d; features have f bytes, gradients g bytes. Teams of G ranks gather their
 blocks, where these are small (`tilewise.ops.budget.ring_team` says how many). Each of W / G steps does
 
-    forward    work  G * 2 n^2 d / rate      beside  hop of G n d f               (W / G - 1 hops)
-    backward   work  G * 6 n^2 d / rate      beside  hop of G n d (f + g)         (W / G - 1 of features, W / G of gradients)
+    forward    work  G * 2 n^2 d / rate    beside  hop of G n d f          (W / G - 1 hops)
+    backward   work  G * 6 n^2 d / rate    beside  hop of G n d (f + g)    (W / G - 1 of features, W / G of gradients)
 
 A step takes the longer of work and hop. No work is left to hide the last hop, which returns the gradients to their
-owner, nor the log2(G) exchanges of n d f, 2 n d f, ... by which a team gathers its blocks, and those of the gradients by
-which it adds them.
+owner, nor the log2(G) exchanges of n d f, 2 n d f, ... by which a team gathers its blocks, nor those of the gradients
+by which it adds them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from reproductions.records import RESULTS
 
+from reproductions.records import RESULTS
 from tilewise.kernels.spec import PairShape
 from tilewise.ops.budget import ring_team
 from tilewise.options import TileOptions
@@ -255,8 +255,9 @@ def step_table(predictions: Sequence[Prediction]) -> list[str]:
     ]
     for p in predictions:
         lines.append(
-            f"| {p.world} | {short(p.batch)} | {p.batch // p.world:,} | {p.team} | {_time(p.step_s)} | {_time(p.work_s)} | "
-            f"{_time(p.overhead_s)} | {_time(p.link_s)} | {100 * p.hidden_share:.0f} % | {p.sent_bytes / 1e9:.2f} GB | "
+            f"| {p.world} | {short(p.batch)} | {p.batch // p.world:,} | {p.team} | {_time(p.step_s)} | "
+            f"{_time(p.work_s)} | {_time(p.overhead_s)} | {_time(p.link_s)} | "
+            f"{100 * p.hidden_share:.0f} % | {p.sent_bytes / 1e9:.2f} GB | "
             f"{p.memory_bytes / GIB:.2f} GiB |"
         )
     return lines
@@ -308,9 +309,9 @@ def markdown(predictions: Sequence[Prediction], machine: Machine, loss: Loss) ->
             f"{machine.net_gb_s:.0f} GB/s per GPU between nodes, {1e6 * machine.hop_latency_s:.0f} us per hop. Width "
             f"{loss.width}, features of {loss.feature_bytes} bytes, travelling gradients of {loss.gradient_bytes}.",
             "",
-            "Step: forward and backward. Blocks at once: those of so many ranks are gathered before the work. Overhead:",
-            "launches (assumed). On the link: the time of all hops if none of it were hidden by work. Memory: above the",
-            "features; gradients are included.",
+            "Step: forward and backward. Blocks at once: those of so many ranks are gathered before the work.",
+            "Overhead: launches (assumed). On the link: the time of all hops if none of it were hidden by work.",
+            "Memory: above the features; gradients are included.",
             "",
             *step_table(predictions),
             "",

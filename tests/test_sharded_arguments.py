@@ -43,10 +43,13 @@ class Place(NamedTuple):
     dtype: torch.dtype = torch.float64
 
 
+EXACT = Place()
+
+
 class Model(nn.Module):
     """A language model without attention. With ``inside``, its forward computes the loss."""
 
-    def __init__(self, *, inside: bool = False, tied: bool = False, place: Place = Place()) -> None:
+    def __init__(self, *, inside: bool = False, tied: bool = False, place: Place = EXACT) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(V, D, dtype=torch.float32)
@@ -74,7 +77,7 @@ def tokens(part: int, step: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     return words.to(device), target.to(device)
 
 
-def one_process(parts: int, *, tied: bool = False, place: Place = Place()) -> tuple[list[Tensor], list[Tensor]]:
+def one_process(parts: int, *, tied: bool = False, place: Place = EXACT) -> tuple[list[Tensor], list[Tensor]]:
     """The loss of each part in the last step, and the gradients of all steps: means over the parts."""
     model, losses = Model(tied=tied, place=place), []
     for step in range(STEPS):
@@ -93,7 +96,7 @@ def steps(
     inside: bool = False,
     tied: bool = False,
     accumulate: bool = False,
-    place: Place = Place(),
+    place: Place = EXACT,
     read: Callable[[Tensor], Tensor] = lambda weight: weight,
 ) -> tuple[Tensor, list[Tensor]]:
     """The last loss, and the gradients that ``STEPS`` steps sum."""
@@ -141,7 +144,12 @@ def cases(line: DeviceMesh, square: DeviceMesh | None) -> Iterator[tuple[str, Ru
     for reshard in (True, False, 2) if world == RANKS else (True, False):
         yield f"unit, {reshard}", partial(steps, partial(units, mesh=line, reshard=reshard)), world, False
         more = {"accumulate": True}
-        yield f"accumulation, {reshard}", partial(steps, partial(units, mesh=line, reshard=reshard), **more), world, False
+        yield (
+            f"accumulation, {reshard}",
+            partial(steps, partial(units, mesh=line, reshard=reshard), **more),
+            world,
+            False,
+        )
     yield "unit, inside", partial(steps, partial(units, mesh=line), inside=True), world, False
     yield "lone unit", partial(steps, lambda model: fully_shard(model.head, mesh=line)), world, False
     yield "tied", partial(steps, partial(tied_units, mesh=line), tied=True), world, True
@@ -150,7 +158,7 @@ def cases(line: DeviceMesh, square: DeviceMesh | None) -> Iterator[tuple[str, Ru
         yield "dp and tp", partial(steps, partial(on_two_axes, mesh=square)), 2, False
 
 
-def unit_results(place: Place = Place()) -> Iterator[tuple[str, Tensor, Callable[[Place], Tensor]]]:
+def unit_results(place: Place = EXACT) -> Iterator[tuple[str, Tensor, Callable[[Place], Tensor]]]:
     """Name and value of each loss and gradient of this rank, and the same of one process, by its place."""
     rank, world = dist.get_rank(), dist.get_world_size()
     line, square = init_device_mesh(place.device, (world,)), None
@@ -174,13 +182,13 @@ def unit_results(place: Place = Place()) -> Iterator[tuple[str, Tensor, Callable
                     what = "loss" if which < 0 else names[which]
                     yield f"{name}, {ring_head}, {what}", value, partial(want, parts, tied, which)
     _, got = steps(partial(units, mesh=line), rank, place=place, read=lambda weight: weight.full_tensor())
-    naive, right = got[-1], want(world, False, len(got) - 1, Place())
+    naive, right = got[-1], want(world, False, len(got) - 1, EXACT)
     assert relative_error(naive, right) > 0.1, "full_tensor() is right here"
 
 
 def check_units(group: Any) -> None:
     for what, got, want in unit_results():
-        assert_close(got, want(Place()), 1e-12, what)
+        assert_close(got, want(EXACT), 1e-12, what)
 
 
 def test_a_sharded_head_has_the_gradients_of_one_process(crew: Crew):  # noqa: F811

@@ -113,7 +113,7 @@ def check_units(device: str, world: int, dtype: torch.dtype, worst: Worst) -> No
     """Heads in FSDP2 units of their own over three steps; accumulation, HSDP, (dp, tp), a tied embedding."""
     place = Place(device, dtype)
     for where, got, want in test_sharded_arguments.unit_results(place):
-        worst.add(where, got, want(place), want(Place()))
+        worst.add(where, got, want(place), want(test_sharded_arguments.EXACT))
 
 
 def check_ring_chunks(device: str, world: int, dtype: torch.dtype, worst: Worst) -> None:
@@ -237,7 +237,15 @@ class Group:
 
     def start(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        command = [sys.executable, "-m", "tests.gpu.cluster_nccl", "--device", self.device, "--folder", self.folder.name]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.gpu.cluster_nccl",
+            "--device",
+            self.device,
+            "--folder",
+            self.folder.name,
+        ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
         self.ranks = [
             subprocess.Popen(
@@ -278,7 +286,9 @@ class Group:
             found = [lines[job] for lines in said if job in lines]
             whole = len(found) == self.world
             if not whole and over:
-                self.results.append({"job": job, "passed": False, "worst": "not run to its end in time", "seconds": 0.0})
+                self.results.append(
+                    {"job": job, "passed": False, "worst": "not run to its end in time", "seconds": 0.0}
+                )
                 continue
             if not whole and not found:
                 found = [{"job": job, "passed": False, "worst": self.last_words(), "seconds": 0.0}]
@@ -341,7 +351,9 @@ def main() -> int:
         if not args.no_trainer:
             command = [sys.executable, "-m", "tests.train.rank_runs", "--device", args.device, "--lines", str(path)]
             trainer = subprocess.Popen([*command, "--kills", str(args.kills)], cwd=ROOT)
-        groups = [Group(n, args.device, [j for j in in_order(n) if not args.only or j in args.only]) for n in args.ranks]
+        groups = [
+            Group(n, args.device, [j for j in in_order(n) if not args.only or j in args.only]) for n in args.ranks
+        ]
         running: list[Any] = list(groups)
         while running or (trainer is not None and trainer.poll() is None):
             over = time.monotonic() - began > args.max_seconds

@@ -151,7 +151,9 @@ def test_the_memory_of_a_team_is_part_of_the_workspace(set_limits):
         return max(run_virtual(world, work))
 
     four, many, one_at_a_time = peak(4, 8192), peak(16, 8192), peak(16, 0)
-    print(f"{four / 2**10:.0f} and {many / 2**10:.0f} KiB in teams, {one_at_a_time / 2**10:.0f} KiB one block at a time")
+    print(
+        f"{four / 2**10:.0f} and {many / 2**10:.0f} KiB in teams, {one_at_a_time / 2**10:.0f} KiB one block at a time"
+    )
     assert many <= 1.05 * four
     assert many <= one_at_a_time + 2**20 // 4
     assert many > 4 * rows * width * 4

@@ -48,7 +48,9 @@ def head_case(
         own, of = (
             slice(None) if rank is None else slice(sum(parts[:rank]), sum(parts[: rank + 1])) for parts in (rows, sizes)
         )
-        leaves = [value.to(device, kind or dtype, copy=True).requires_grad_() for value in (hidden[own], head[of], bias[of])]
+        leaves = [
+            value.to(device, kind or dtype, copy=True).requires_grad_() for value in (hidden[own], head[of], bias[of])
+        ]
         with make() as measured:
             loss = tw.linear_cross_entropy(
                 leaves[0], leaves[1], target[own].to(device), linear_bias=leaves[2], reduction="sum", group=group, **how

@@ -62,7 +62,10 @@ def test_a_target_in_two_shards_of_the_vocabulary_gives_nan():
     assert (merged.row_pos / merged.num_positives).isnan().tolist() == [True, True, False]
 
 
-@pytest.mark.parametrize("world, team", [(1, 1), (2, 1), (3, 1), (5, 1), (2, 2), (6, 2), (8, 2), (8, 4), (8, 8), (12, 4)])
+TEAMS = [(1, 1), (2, 1), (3, 1), (5, 1), (2, 2), (6, 2), (8, 2), (8, 4), (8, 8), (12, 4)]
+
+
+@pytest.mark.parametrize("world, team", TEAMS)
 def test_every_rank_gets_every_block_once_and_adds_to_it(world, team):
     sizes = [(3 * rank + 1) % 4 for rank in range(world)]  # includes an empty block
 
@@ -118,7 +121,9 @@ def test_an_error_in_a_team_gives_nan_and_is_raised_at_the_end(where, team):
 
         fields = [Field("sum", torch.float32)]
         exchange = find_exchange(group.group_name)
-        own = rotate_blocks(exchange, [2] * 4, {"x": torch.zeros(2)}, visit, accumulators=fields, merge=merge, team=team)
+        own = rotate_blocks(
+            exchange, [2] * 4, {"x": torch.zeros(2)}, visit, accumulators=fields, merge=merge, team=team
+        )
         all_nan[rank] = own["sum"].isnan().all().item()
 
     with pytest.raises(MemoryError, match="no room"):

@@ -170,9 +170,7 @@ class VirtualExchange(Exchange):
 class _Transfer:
     """A pending transfer between two threads."""
 
-    def __init__(
-        self, exchange: VirtualExchange, sent: _Message, receive: list[Tensor], to: int, source: int
-    ) -> None:
+    def __init__(self, exchange: VirtualExchange, sent: _Message, receive: list[Tensor], to: int, source: int) -> None:
         self.exchange, self.sent, self.receive, self.to, self.source = exchange, sent, receive, to, source
         self.free = _record_event(receive)
 

@@ -95,7 +95,12 @@ class Runs:
     def _popen(self, command: list[str], more: dict[str, str]) -> subprocess.Popen[str]:
         environment = os.environ | more
         return subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
 
     def run(self, name: str, world: int, *more: str) -> None:
@@ -233,7 +238,9 @@ def main() -> int:
             said: dict[str, Any] = {"job": name}
             try:
                 found = check()
-                said |= {"passed": True, "worst": found} if name != "kills" else {"passed": True, "worst": summary(found)}
+                said |= (
+                    {"passed": True, "worst": found} if name != "kills" else {"passed": True, "worst": summary(found)}
+                )
                 said |= found if name == "kills" else {}
             except AssertionError as error:
                 said |= {"passed": False, "worst": str(error)[-400:]}

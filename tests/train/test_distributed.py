@@ -7,7 +7,7 @@ import torch
 from tests.processes import free_port
 
 from tilewise.errors import ConfigError, GroupError
-from tilewise.train import distributed
+from tilewise.train import distributed, loop
 from tilewise.train.config import load_config
 from tilewise.train.distributed import choose_device, join_world
 from tilewise.train.loop import train
@@ -92,7 +92,9 @@ def test_a_first_rank_that_nobody_can_reach_is_named(monkeypatch):
     port = str(free_port())
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
         monkeypatch.setenv(name, value)
-    with pytest.raises(GroupError, match=rf"of 2 ranks: nothing has answered at 127\.0\.0\.1:{port} .*Start rank 0 there"):
+    with pytest.raises(
+        GroupError, match=rf"of 2 ranks: nothing has answered at 127\.0\.0\.1:{port} .*Start rank 0 there"
+    ):
         join_world("cpu")
     with socket.create_server(("127.0.0.1", int(port))):
         distributed._wait_for_first_rank(2)
@@ -114,3 +116,18 @@ def test_there_is_at_least_one_rank(two_gpus, monkeypatch, name):
     monkeypatch.setenv(name, "0")
     with pytest.raises(GroupError, match=rf"the environment has {name}='0'"):
         join_world("auto")
+
+
+@pytest.mark.parametrize("transport", ["[gloo/transport/tcp/pair.cc:537] Connection reset by peer", None])
+def test_a_lost_rank_in_the_ring_is_the_sentence_of_the_trainer(monkeypatch, transport):
+    """The ring raises a `GroupError` of its own. Ranks that disagree have one, too, which stays as it is."""
+
+    def fail(*args):
+        cause = None if transport is None else RuntimeError(transport)
+        raise GroupError("rank 1 of 2 could not send a block") from cause
+
+    monkeypatch.setattr(loop, "join_world", lambda device: distributed.World(1, 2, torch.device("cpu"), "a group"))
+    monkeypatch.setattr(loop, "_train", fail)
+    said = "could not send a block" if transport is None else "rank 1 stops, because another rank has ended"
+    with pytest.raises(GroupError, match=said):
+        train(load_config(None, []))

@@ -166,7 +166,7 @@ def _gather(exchange: Exchange, sizes: Sequence[int], payload: Tensors, team: in
 def _scatter_sum(
     exchange: Exchange, sizes: Sequence[int], sums: Tensors, team: int, merge: Merge | None, guard: Guard
 ) -> dict[str, Tensor]:
-    """The accumulators of this rank's block, merged over the ranks of its team, from those of all blocks of the team."""
+    """The accumulators of this rank's block, merged over its team, from those of all blocks of the team."""
     mine = dict(sums)
     for partner, own, other in reversed(partners(exchange.rank, team)):
         count = sum(sizes[own.start : own.stop])

@@ -1,7 +1,7 @@
 """Communication of a ring: the `Exchange` interface, and its implementation over a `torch.distributed` process group.
 
-An exchange sends flat buffers to the next rank, or to another one, and gathers small integers. The contents of the buffers and the
-schedule are defined by its callers.
+An exchange sends flat buffers to the next rank, or to another one, and gathers small integers. The contents of the
+buffers and the schedule are defined by its callers.
 """
 
 from __future__ import annotations
