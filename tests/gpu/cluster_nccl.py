@@ -148,7 +148,7 @@ def check_vocabulary(device: str, world: int, dtype: torch.dtype, worst: Worst) 
 
 
 def check_contrastive(device: str, world: int, dtype: torch.dtype, worst: Worst) -> None:
-    """The contrastive losses with `group=`, one rank without rows."""
+    """The contrastive losses with `group=`, one rank without rows: blocks alone, in teams of two, and in one team."""
     rows, negatives = [33, 18, 0, 12][:world], [3, 0, 9, 4][:world]
     tensors = cases.make_tensors(sum(rows), sum(negatives), dtype, device)
     numbers = {"scale", "bias", "weights", "a_log_q", "c_log_q"}
@@ -156,10 +156,12 @@ def check_contrastive(device: str, world: int, dtype: torch.dtype, worst: Worst)
         tensors |= {name: tensors[name].float() for name in numbers}
     mine = cases.cut(tensors, dist.get_rank(), rows, negatives)
     for name in ("clip", "siglip", "info_nce", "info_nce-shared", "nt_xent", "supcon"):
-        parts = gathered(on_cpu(cases.loss_and_gradients(name, mine, group=dist.group.WORLD)))
-        got, plain = cases.joined(parts), cases.loss_and_gradients(name, tensors)
-        for key, want in cases.loss_and_gradients(name, exactly(tensors)).items():
-            worst.add(f"{name}, {key}", got[key], plain[key], want)
+        plain, wants = (cases.loss_and_gradients(name, x) for x in (tensors, exactly(tensors)))
+        for columns in (0, 2 * max(rows), 8192):
+            with limits.changed(ring_columns=columns):
+                got = cases.joined(gathered(on_cpu(cases.loss_and_gradients(name, mine, group=dist.group.WORLD))))
+            for key, want in wants.items():
+                worst.add(f"{name}, {key}, up to {columns} columns at once", got[key], plain[key], want)
 
 
 def check_search(device: str, world: int, dtype: torch.dtype, worst: Worst) -> None:
