@@ -11,8 +11,10 @@ every error is within its bound. `--device cpu` runs the same over gloo, and `--
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,7 @@ import torch
 import torch.distributed as dist
 from tests import test_nearest, test_sharded_arguments
 from tests.compare import relative_error
+from tests.processes import children
 from tests.ring import cases, test_ring_head, test_ring_retrieval, test_vocabulary_group
 from tests.ring import test_sharded_losses as sharded
 from tests.test_sharded_arguments import Place
@@ -312,15 +315,31 @@ class Group:
         return f"a rank ended with {[process.returncode for process in self.ranks]}"
 
 
-def trainer_results(process: subprocess.Popen[bytes], path: Path) -> list[dict[str, Any]]:
-    """What `tests.train.rank_runs` has written; a run that did not end is one that failed."""
-    if process.poll() is None:
-        process.kill()
-    process.wait()
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    if process.returncode:
-        found.append({"job": "trainer", "passed": False, "worst": f"ended with {process.returncode}", "seconds": 0.0})
-    return found
+class Trainer:
+    """Runs of `tests.train.rank_runs`, and what they have written."""
+
+    def __init__(self, device: str, path: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "tests.train.rank_runs", "--device", device, "--lines", str(path)]
+        self.process, self.path = subprocess.Popen([*command, *arguments], cwd=ROOT), path
+
+    def results(self) -> list[dict[str, Any]]:
+        """Runs that did not end in time are ended, and one that has failed."""
+        code = self.process.poll()
+        if code is None:
+            for process in [*descendants(self.process.pid), self.process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            self.process.wait()
+        found = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        if code is None or (code and all(one["passed"] for one in found)):
+            why = "did not end in time" if code is None else f"ended with {code}"
+            found.append({"job": self.path.name, "passed": False, "worst": why, "seconds": 0.0})
+        return found
+
+
+def descendants(parent: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    return [one for child in children(parent) for one in (child, *descendants(child))]
 
 
 def rows_of(results: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
@@ -349,23 +368,23 @@ def main() -> int:
     began = time.monotonic()
     results: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as name:
-        trainer, path = None, Path(name) / "trainer"
+        trainers = []
         if not args.no_trainer:
-            command = [sys.executable, "-m", "tests.train.rank_runs", "--device", args.device, "--lines", str(path)]
-            trainer = subprocess.Popen([*command, "--kills", str(args.kills)], cwd=ROOT)
-        groups = [
-            Group(n, args.device, [j for j in in_order(n) if not args.only or j in args.only]) for n in args.ranks
-        ]
+            runs = [["--only", "sharded"], ["--only", "numbers"]]
+            runs += [["--only", "kills", "--kills", "1", "--seed", str(seed)] for seed in range(args.kills)]
+            trainers = [Trainer(args.device, Path(name) / "-".join(run[1::2]), *run) for run in runs]
+        jobs = {n: [job for job in in_order(n) if not args.only or job in args.only] for n in args.ranks}
+        groups = [Group(n, args.device, jobs[n]) for n in args.ranks]
         running: list[Any] = list(groups)
-        while running or (trainer is not None and trainer.poll() is None):
+        while running or any(trainer.process.poll() is None for trainer in trainers):
             over = time.monotonic() - began > args.max_seconds
             running = [group for group in running if not group.poll(over=over)]
             if over:
                 break
             time.sleep(0.2)
         results = {f"{group.world} ranks": group.results for group in groups}
-        if trainer is not None:
-            results["trainer"] = trainer_results(trainer, path)
+        if trainers:
+            results["trainer"] = [one for trainer in trainers for one in trainer.results()]
     everything = [one for found in results.values() for one in found]
     failed = sum(not one["passed"] for one in everything)
     summary = {

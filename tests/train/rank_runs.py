@@ -1,14 +1,15 @@
 """Runs of the trainer over several ranks: sharded towers, another number of ranks in mid-run, and killed ranks.
 
-    python -m tests.train.rank_runs [--device cpu] [--kills 20] [--seed 0] [--launcher torchrun] [--lines FILE]
+    python -m tests.train.rank_runs [--device cpu] [--kills 20] [--seed 0] [--launcher torchrun] [--only kills]
 
 Every run must end with the weights of one process. In a killed run rank 1 is killed with SIGKILL at a random moment:
 
     --launcher torchrun   torchrun with --max-restarts 1 starts both ranks again
     --launcher none       the other rank must end by itself, with one sentence; then the same command continues
 
-It must take at most 30 seconds until the survivor has ended. On one card all ranks use the first device. The command
-prints a line for each check and ends with 0 only if all of them passed.
+It must take at most 30 seconds until the survivor has ended; with torchrun, until both ranks run again, 30 seconds and
+their start. On one card all ranks use the first device. The command prints a line for each check and ends with 0 only
+if all of them passed. With --lines FILE it also writes them as JSON.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +57,21 @@ def rank_main() -> None:
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     after, first = os.environ.pop(MOMENT, None), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if after is not None and first and os.environ["RANK"] == "1":
-        threading.Timer(float(after), end_here).start()
+        timer = threading.Timer(float(after), end_here)
+        timer.daemon = True
+        timer.start()
+    if not first and os.environ["RANK"] == "0":
+        note_time("again")
     cli.main()
 
 
 def end_here() -> None:
-    Path(sys.argv[-1].partition("=")[2] + ".killed").write_text(str(time.time()))
+    note_time("killed")
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def note_time(what: str) -> None:
+    Path(f"{sys.argv[-1].partition('=')[2]}.{what}").write_text(str(time.time()))
 
 
 class Runs:
@@ -159,7 +169,13 @@ def check_kill_with_torchrun(runs: Runs, name: str, after: float) -> dict[str, A
     launcher = runs.launch(name, after)
     output = end_of(launcher)
     assert launcher.returncode == 0, output[-2000:]
-    return {"killed": Path(f"{runs.base / name}.killed").exists(), "error": runs.error(name)}
+    times = [Path(f"{runs.base / name}.{what}") for what in ("killed", "again")]
+    found: dict[str, Any] = {"killed": times[0].exists()}
+    if found["killed"]:
+        killed, again = (float(path.read_text()) for path in times)
+        found["again_s"] = round(again - killed, 2)
+        assert found["again_s"] <= ENDS_WITHIN_S + runs.seconds, f"torchrun took {found['again_s']} s to start again"
+    return found | {"error": runs.error(name)}
 
 
 def check_kill_alone(runs: Runs, name: str, after: float) -> dict[str, Any]:
@@ -184,30 +200,27 @@ def check_kill_alone(runs: Runs, name: str, after: float) -> dict[str, Any]:
     return found | {"error": runs.error(name)}
 
 
-def kills(runs: Runs, count: int, seed: int, launcher: str) -> dict[str, Any]:
-    """Kill so many runs at random moments."""
-    rng, tried = random.Random(seed), []
-    while sum(one["killed"] for one in tried) < count:
-        name = f"killed-{len(tried)}"
+def check_kill(runs: Runs, rng: random.Random, launcher: str) -> dict[str, Any]:
+    """Kill a run at a random moment; one that ended before is repeated."""
+    for attempt in range(5):
+        name = f"killed-{rng.random()}"
         if launcher == "torchrun":
             after = rng.uniform(0.2, 0.9) * runs.seconds
-            tried.append(check_kill_with_torchrun(runs, name, after))
+            found = check_kill_with_torchrun(runs, name, after)
         else:
             after = rng.uniform(0.0, 0.1) * runs.seconds
-            tried.append(check_kill_alone(runs, name, after))
-        tried[-1]["after_s"] = round(after, 3)
-        assert tried[-1]["error"] <= BOUND, tried[-1]
-        assert len(tried) < 3 * count + 5, f"runs end before they are killed: {tried}"
+            found = check_kill_alone(runs, name, after)
+        assert found["error"] <= BOUND, found
         shutil.rmtree(runs.base / name)
-    return {"launcher": launcher, "seed": seed, "kills": count, "runs": tried}
+        if found["killed"]:
+            return found | {"after_s": round(after, 3), "launcher": launcher, "ended_before": attempt}
+    raise AssertionError("every run ended before it was killed")
 
 
 def summary(found: dict[str, Any]) -> str:
-    tried = [one for one in found["runs"] if one["killed"]]
-    slowest = max((one.get("survivor_s", 0.0) for one in tried), default=0.0)
-    worst = max((one["error"] for one in tried), default=0.0)
-    words = [f"{len(tried)} killed, weights {worst:.1e}"]
-    return ", ".join(words + [f"the other rank ended within {slowest:.1f} s"] * (slowest > 0))
+    """One killed run in words."""
+    how = f"ended within {found['survivor_s']} s" if "survivor_s" in found else f"runs again after {found['again_s']} s"
+    return f"killed after {found['after_s']} s, weights {found['error']:.1e}, the other rank {how}"
 
 
 def main() -> int:
@@ -221,27 +234,27 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--launcher", choices=["torchrun", "none"], default="torchrun")
     parser.add_argument("--lines", type=Path, help="a file that gets a line of JSON for each check")
-    parser.add_argument("--kills-only", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=["sharded", "numbers", "kills"])
     args = parser.parse_args()
-    failed = 0
+    failed, rng = 0, random.Random(args.seed)
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(Path(folder), args.device)
-        checks: dict[str, Any] = {
-            "sharded towers": lambda: check_sharded(runs),
-            "4, 3, 2 ranks": lambda: check_other_numbers(runs),
-            "kills": lambda: kills(runs, args.kills, args.seed, args.launcher),
+        checks: dict[str, dict[str, Callable[[Runs], Any]]] = {
+            "sharded": {"sharded towers": check_sharded},
+            "numbers": {"4, 3, 2 ranks": check_other_numbers},
+            "kills": {
+                f"kill {k} of seed {args.seed}": lambda runs: check_kill(runs, rng, args.launcher)
+                for k in range(1, args.kills + 1)
+            },
         }
-        for name, check in checks.items():
-            if args.kills_only and name != "kills":
-                continue
+        chosen = [one for kind in args.only or checks for one in checks[kind].items()]
+        for name, check in chosen:
             began = time.monotonic()
             said: dict[str, Any] = {"job": name}
             try:
-                found = check()
-                said |= (
-                    {"passed": True, "worst": found} if name != "kills" else {"passed": True, "worst": summary(found)}
-                )
-                said |= found if name == "kills" else {}
+                found = check(runs)
+                said |= {"passed": True, "worst": found} if isinstance(found, str) else found
+                said |= {} if isinstance(found, str) else {"passed": True, "worst": summary(found)}
             except AssertionError as error:
                 said |= {"passed": False, "worst": str(error)[-400:]}
                 failed += 1
