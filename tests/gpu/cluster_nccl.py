@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests import test_nearest, test_sharded_arguments
+from tests import test_sharded_arguments
 from tests.compare import relative_error
 from tests.processes import children
 from tests.ring import cases, test_ring_head, test_ring_retrieval, test_vocabulary_group
@@ -175,12 +175,12 @@ def check_search(device: str, world: int, dtype: torch.dtype, worst: Worst) -> N
         parts = gathered([value.cpu() for value in found])
         test_ring_retrieval.check([test_ring_retrieval.BothRanks(*part) for part in parts], kind, rows, cols, dtype)
         worst.same(kind, found.query_to_gallery, found.query_to_gallery)
-    rows, cols = test_nearest.SPLITS[world - 1]
-    work, want = test_nearest.problem_over_ranks(rows, cols, dtype, device)
+    rows, cols = test_ring_retrieval.SEARCHES[world - 1]
+    work, (arguments, more) = test_ring_retrieval.search_over_ranks(rows, cols, dtype, device)
+    want = tw.nearest(*arguments, **more)
     parts = gathered([value.cpu() for value in work(dist.group.WORLD)])
     for k, name in enumerate(("scores", "indices")):
-        whole = torch.cat([part[k] for part in parts])
-        worst.same(f"nearest, {name}", whole.to(getattr(want, name).dtype), getattr(want, name))
+        worst.same(f"nearest, {name}", torch.cat([part[k] for part in parts]), getattr(want, name))
 
 
 CHECKS: dict[str, Callable[[str, int, torch.dtype, Worst], None]] = {
