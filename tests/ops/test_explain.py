@@ -1,6 +1,7 @@
 """`tw.explain`: the decision that the call itself takes, without computing anything, and a memory bound that holds."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -259,6 +260,39 @@ def test_the_bound_holds_over_a_group():
     (alone,) = tw.explain(tw.clip_loss, x, y, 2.0, options=options).calls
     peak = peak_bytes("tests.ops.test_explain:measured_ring", {"n": n, "d": d, "workspace_mib": mib})
     assert 2 * alone.peak_bytes < peak <= 2 * found.peak_bytes + 2 * MIB
+
+
+@pytest.mark.parametrize("columns, launches", [(0, 4), (16, 2), (8192, 1)])
+def test_the_launches_of_a_ring_are_those_that_run(columns, launches, set_limits):
+    set_limits(ring_columns=columns)
+    x, y = head(8, 8, 16)
+
+    def of_one_rank(group):
+        return tw.explain(tw.clip_loss, x, y, 2.0, group=group) if group.rank() == 0 else None
+
+    (found,) = run_virtual(4, of_one_rank)[0].calls
+    words = {4: "each block of columns is", 2: "the blocks of 2 ranks are gathered and", 1: "the blocks of 4 ranks are"}
+    assert found.ring.startswith(f"4 ranks: {words[launches]}")
+    assert found.ring.endswith(f"{launches} launches in each direction")
+    assert f"\n  ring      {found.ring}" in str(found)
+    sizes = {"forward": [], "backward": []}  # of the columns of each launch of all ranks
+
+    def noting(name):
+        real = getattr(TorchBackend, name)
+
+        def call(backend, pair, *args, **more):
+            sizes[name].append(pair.b.shape[0])
+            return real(backend, pair, *args, **more)
+
+        return call
+
+    def step(group):
+        a, b = (value.detach().requires_grad_() for value in (x, y))
+        tw.clip_loss(a, b, 2.0, group=group).backward()
+
+    with mock.patch.multiple(TorchBackend, forward=noting("forward"), backward=noting("backward")):
+        run_virtual(4, step)
+    assert sizes["forward"] == sizes["backward"] == [8 * 4 // launches] * (4 * launches)
 
 
 def test_retrieval_is_refused():

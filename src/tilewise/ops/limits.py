@@ -33,6 +33,8 @@ class Limits:
         ring_head: a classifier that is sharded over ranks with different rows: bytes of the whole classifier from which
             its shards move around a ring. A smaller one is gathered once per pass, which sends the same bytes with
             fewer launches, and takes memory for all of it and of its gradient.
+        ring_columns: the most columns of several ranks that form one block of a ring. Modelled, not measured: with so
+            many, the products of a block take as long as its launches or fill the workspace.
     """
 
     small: int = 2**27
@@ -47,6 +49,7 @@ class Limits:
     worth_filtering: int = 2**40
     worth_waiting: int = 2**38
     ring_head: int = 2**30
+    ring_columns: int = 8192
 
 
 _now = Limits()
