@@ -54,6 +54,7 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.embed = nn.Embedding(V, D, dtype=torch.float32)
         self.body = nn.Linear(D, D, dtype=torch.float32)
+        self.norm = nn.LayerNorm(D, dtype=torch.float32)
         self.head = nn.Linear(D, V, bias=not tied, dtype=torch.float32)
         self.inside = inside
         self.bfloat16().to(*place)  # so that it has the same weights in every type
@@ -61,7 +62,7 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, words: Tensor, target: Tensor, read: Callable[[Tensor], Tensor]) -> Any:
-        hidden = torch.tanh(self.body(self.embed(words)))
+        hidden = self.norm(torch.tanh(self.body(self.embed(words))))
         return self.loss(hidden, target, read) if self.inside else hidden
 
     def loss(self, hidden: Tensor, target: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
@@ -83,7 +84,7 @@ def one_process(parts: int, *, tied: bool = False, place: Place = EXACT) -> tupl
     for step in range(STEPS):
         losses = []
         for words, target in (tokens(part, step, place.device) for part in range(parts)):
-            logits = model.head(torch.tanh(model.body(model.embed(words))))
+            logits = model.head(model.norm(torch.tanh(model.body(model.embed(words)))))
             losses.append(nn.functional.cross_entropy(logits, target))
         (sum(losses) / parts).backward()
     return [loss.detach() for loss in losses], [p.grad for p in model.parameters()]
@@ -129,6 +130,14 @@ def tied_units(model: Model, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
+def norm_and_head(model: Model, mesh: DeviceMesh) -> None:
+    """A unit of both, as accelerate makes it. With a tied weight the embedding is in it too."""
+    tied = model.head.weight is model.embed.weight
+    tail = [model.norm, *[model.embed] * tied, model.head]
+    fully_shard(tail, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+
+
 def on_two_axes(model: Model, mesh: DeviceMesh) -> None:
     """Data parallel over one axis of the mesh, tensor parallel over the other, whose ranks have the same tokens."""
     parallelize_module(model.head, mesh["tp"], ColwiseParallel())
@@ -150,9 +159,12 @@ def cases(line: DeviceMesh, square: DeviceMesh | None) -> Iterator[tuple[str, Ru
             world,
             False,
         )
+    yield "norm and head", partial(steps, partial(norm_and_head, mesh=line)), world, False
+    yield "norm and head, inside", partial(steps, partial(norm_and_head, mesh=line), inside=True), world, False
     yield "unit, inside", partial(steps, partial(units, mesh=line), inside=True), world, False
     yield "lone unit", partial(steps, lambda model: fully_shard(model.head, mesh=line)), world, False
     yield "tied", partial(steps, partial(tied_units, mesh=line), tied=True), world, True
+    yield "tied, norm and head", partial(steps, partial(norm_and_head, mesh=line), tied=True), world, True
     if square is not None:
         yield "HSDP", partial(steps, partial(units, mesh=square)), world, False
         yield "dp and tp", partial(steps, partial(on_two_axes, mesh=square)), 2, False

@@ -71,6 +71,8 @@ def small_kernels(width, d):
         (rounding.exceeds_kernel, {"BLOCK": 4096}, 8, 2),
         (forward.gather_kernel, gather, 4, 2),
         (forward.probe_kernel, {"S": 128, "R": 32}, 4, 2),
+        (forward.row_kernel, {"R": 1, "T": 1024}, 4, 2),  # of a sample
+        (forward.row_kernel, {"R": 32, "T": 64}, 4, 2),
         (forward.choose_kernel, {"HALVINGS": 12, "R": 1, "T": 1024}, 4, 2),  # of a sample
         (forward.choose_kernel, {"HALVINGS": 12, "R": 32, "T": 64}, 4, 2),
         (forward.top_kernel, {"R": 32, "T": 64}, 4, 2),

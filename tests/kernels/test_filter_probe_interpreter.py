@@ -19,7 +19,7 @@ from tilewise.kernels.triton_impl import scores
 from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.filtered import forward as filter_forward
 from tilewise.kernels.triton_impl.filtered.backward import FilterBackward
-from tilewise.kernels.triton_impl.filtered.forward import FilterForward
+from tilewise.kernels.triton_impl.filtered.forward import FilterForward, sample_rows
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass import saved as saving
@@ -85,7 +85,7 @@ def test_the_probe_follows_the_rule_for_all_rows(n, m, d, ignored, softcap, dtyp
     monkeypatch.setattr(plans, "too_many", lambda *args: asked.append(args) or plain(*args))
     spec = dataclasses.replace(SPEC, softcap=softcap)
     forward = FilterForward(pair, spec, OPTIONS)
-    assert forward._sample_size() == 16
+    assert sample_rows(forward.pair.shape, OPTIONS) == 16
     order, place, keep_all = forward._probe(16)
     ((kept, pairs, share),) = asked
     assert keep_all == plain(kept, pairs, share)
@@ -135,12 +135,12 @@ def test_no_probe_without_memory_for_a_sample(monkeypatch):
     pair, _ = make_pair(torch.float32)
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2 * 331 * 15 * 4)
     forward = FilterForward(pair, SPEC, OPTIONS)
-    assert forward._sample_size() == 0
+    assert sample_rows(forward.pair.shape, OPTIONS) == 0
     forward.run()
     assert torch.equal(forward.order, plans.order_columns(pair))
     assert forward.keep_all.tolist() == [0]
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2 * 331 * 16 * 4)
-    assert FilterForward(pair, SPEC, OPTIONS)._sample_size() == 16
+    assert sample_rows(pair.shape, OPTIONS) == 16
 
 
 @TYPES

@@ -221,6 +221,37 @@ def test_heads_over_sharded_tensors_equal_one_process(crew: Crew, shape):  # noq
                     assert placements == str(expected(name, str(key), want, rows, columns)), (layout, name, key)
 
 
+TEACHERS: dict[str, tuple[tuple[int, ...], list[Any], list[Any]]] = {
+    "whole beside shards": ((4,), [S0], [R]),
+    "features beside classes": ((4,), [S0], [S1]),
+    "classes beside a whole student": ((4,), [R], [S0]),
+    "the other dimension of the mesh": ((2, 2), [R, S0], [S0, R]),
+    "both dimensions": ((2, 2), [R, S0], [S0, S1]),
+}
+
+
+def run_other_teachers(group: Any) -> dict[tuple[str, str], dict[str, Tensor]]:
+    found = {}
+    for layout, (shape, student, teacher) in TEACHERS.items():
+        mesh = init_device_mesh("cpu", shape)
+        x = head_shards(mesh, [R] * len(shape), student, head_tensors())
+        plain = head_tensors()["teacher_weight"]
+        for kind, weight in (("DTensor", distribute_tensor(plain, mesh, teacher)), ("plain", plain)):
+            got = results(HEADS["jsd"], x | {"teacher_weight": weight})
+            found[layout, kind] = {key: whole(value) for key, value in got.items()}
+    return found
+
+
+def test_a_teacher_that_is_sharded_otherwise_than_the_student(crew: Crew):  # noqa: F811
+    """Its classes over other ranks, its features, or not at all; its width is another one, too."""
+    want = results(HEADS["jsd"], head_tensors())
+    for found in crew.run(run_other_teachers):
+        assert len(found) == 2 * len(TEACHERS)
+        for name, got in found.items():
+            for key, value in want.items():
+                assert_close(got[key], value, 1e-12, f"{name}, {key}")
+
+
 def shifted(x: Tensors) -> Any:
     return cross_entropy(x, shift=1, return_lse=True)
 

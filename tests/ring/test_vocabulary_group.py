@@ -141,3 +141,61 @@ def test_backward_sends_the_gradient_of_the_rows_and_a_number():
     for sent, reduced in run_virtual(3, work):
         assert sent == 0
         assert reduced == (tokens - 1) * width * 4 + 8  # not of the ignored row; and the scale, in float64
+
+
+def statistics(x: dict[str, Tensor], group: Any) -> Tensor:
+    found = tw.linear_token_stats(x["hidden"], x["head"], x["target"], pick=x["ids"], group=group)
+    assert found.log_prob is not None
+    assert found.entropy is not None
+    assert found.picked is not None
+    return (found.log_prob - 0.3 * found.entropy + found.picked.sum(1)).sum()
+
+
+def distillation(x: dict[str, Tensor], group: Any, **how: Any) -> Tensor:
+    return tw.linear_distillation_loss(x["hidden"], x["head"], x["teacher"], x["teacher_head"], group=group, **how)
+
+
+def sparse(x: dict[str, Tensor], group: Any) -> Tensor:
+    log_prob = torch.tensor([0.5, 0.3]).log().expand_as(x["ids"])
+    return tw.linear_sparse_distillation_loss(x["hidden"], x["head"], x["ids"], log_prob, tail="bucket", group=group)
+
+
+# Vectors of the rows that forward gathers, in float64, and all-reduces in float32.
+LOSSES = {
+    "statistics with picks": (statistics, 8, 1),
+    "distillation": (distillation, 3, 0),
+    "distillation, jsd": (lambda x, group: distillation(x, group, beta=0.5), 6, 0),
+    "sparse distillation": (sparse, 5, 1),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_only_vectors_travel(name):
+    """What is sent depends on the rows and, in backward, on the features; never on the number of classes."""
+    loss, gathered, reduced = LOSSES[name]
+    tokens = 12
+    sent = {}
+    for classes, width in ((73, 8), (730, 8), (73, 64)):
+        cut = tuple(size * classes // sum(SHARDS) for size in SHARDS)
+
+        def work(group: Any, cut: tuple[int, ...] = cut, width: int = width) -> tuple[int, int, int]:
+            random = torch.Generator().manual_seed(1)
+            x = {
+                "hidden": torch.randn(tokens, width, generator=random).requires_grad_(),
+                "head": torch.randn(sum(cut), width, generator=random).split(cut)[group.rank()].requires_grad_(),
+                "teacher": torch.randn(tokens, 5, generator=random),
+                "teacher_head": torch.randn(sum(cut), 5, generator=random).split(cut)[group.rank()],
+                "target": torch.arange(tokens),
+                "ids": torch.arange(2 * tokens).view(tokens, 2),
+            }
+            with wrapped(group) as (name, counted):
+                value = loss(x, name)
+                forward = counted.reduced_bytes
+                value.backward()
+            return forward, counted.reduced_bytes - forward, counted.sent
+
+        (sent[classes, width],) = set(run_virtual(3, work))
+    for (_, width), (forward, backward, hops) in sent.items():
+        assert hops == 0
+        assert forward == tokens * (8 * 3 * gathered + 4 * reduced)
+        assert backward == tokens * width * 4

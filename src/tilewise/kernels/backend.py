@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -125,7 +126,10 @@ class Small(Protocol):
 
 
 class Filtered(Protocol):
-    """A capability: gradients without the (row, tile) entries of almost no probability; see `filter_plan`."""
+    """A capability: gradients without the (row, tile) entries of almost no probability; see `filter_plan`.
+
+    Over a group a filter that is no `GroupFilter` drops nothing.
+    """
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """The statistics, all of them exact, and the plan for backward."""
@@ -151,6 +155,51 @@ class Filtered(Protocol):
 
         The memory of ``saved`` may become a gradient, unless the result is None.
         """
+
+
+@dataclass(frozen=True)
+class FilterGroup:
+    """What a filter needs to know of the other ranks of a vocabulary group, which have the same rows."""
+
+    ranks: int
+    cols: int  # of all ranks together
+    sample: int  # the number of rows that every rank probes, see `GroupFilter.sample_rows`; 0 for no probe
+    # The statistics over the columns of all ranks, from those over the columns of this rank. Every rank calls it once
+    # for the sample, if there is one, and once for all rows.
+    merged: Callable[[Stats], Stats]
+
+
+@runtime_checkable
+class GroupFilter(Protocol):
+    """A `Filtered` that also serves a vocabulary group. Without ``group`` and ``grad_dtype`` it is one."""
+
+    def sample_rows(self, shape: PairShape, options: TileOptions) -> int:
+        """The number of rows that a call of this shape probes; ``shape`` has the most columns of a rank."""
+
+    def forward(
+        self, pair: Pair, spec: PairSpec, options: TileOptions, *, group: FilterGroup | None = None
+    ) -> tuple[Stats, FilterPlan]:
+        """The statistics over the columns of all ranks, and the plan for this rank's columns."""
+
+    def forward_saving(
+        self, pair: Pair, spec: PairSpec, options: TileOptions, *, group: FilterGroup | None = None
+    ) -> tuple[Stats, FilterPlan, object | None]:
+        """`forward`, and the saved object of `Filtered.forward_saving`."""
+
+    def backward(
+        self,
+        pair: Pair,
+        stats: Stats,
+        plan: FilterPlan,
+        grad: GradStats,
+        needs: Needs,
+        spec: PairSpec,
+        options: TileOptions,
+        *,
+        saved: object | None = None,
+        grad_dtype: torch.dtype | None = None,
+    ) -> Grads | None:
+        """`Filtered.backward`; ``grad_dtype`` is the type of the gradient of the rows, by default the features'."""
 
 
 class Backend:

@@ -37,6 +37,11 @@ a row of G sum to 0, and
     |error of dA_i|        <=  |scale| (|v_i| D_i + |h_i| E_i) max_jk |b_j - b_k|
 
 `tolerance_of` and `limits` define ``filter_tolerance="rounding"``.
+
+Over a vocabulary group each of W ranks has tiles of its own columns. The masses refer to the log-sum-exp over the
+columns of all ranks, which is known before a rank chooses. A rank may drop 1/W of the tolerance, so the bounds hold for
+D_i and E_i summed over the ranks; m is then the number of all columns. A rank whose columns have no more than that of a
+row drops them all.
 """
 
 from __future__ import annotations
@@ -261,6 +266,16 @@ def columns_of_tiles(order: Tensor, bias: Tensor | None) -> Tensor:
     live = torch.zeros(tiles * width, device=order.device)
     live[:m] = (bias[order.long()] > -torch.inf).float()
     return live.view(tiles, width).sum(1).clamp_(min=1.0)
+
+
+def masses(spec: PairSpec) -> int:
+    """How many float32 values forward keeps for each row and tile."""
+    return 1 + spec.row_entropy + 2 * spec.row_top
+
+
+def fits_at_once(n: int, m: int, spec: PairSpec, options: TileOptions) -> bool:
+    """Whether the values of all rows and tiles fit a quarter of the workspace. Over a group they are kept together."""
+    return 4 * n * tile_count(m) * masses(spec) <= options.workspace_bytes // 4
 
 
 def rows_per_step(n: int, tiles: int, options: TileOptions, numbers: int = 1) -> int:

@@ -324,6 +324,11 @@ def _without_padding(
     """Both classifiers and biases, cut to the classes that both models share."""
     sizes = f"{c.shape[0]} (student) and {teacher_c.shape[0]} (teacher)"
     if classes is None:
+        if group and c.shape[0] != teacher_c.shape[0]:
+            raise ShapeError(
+                f"over a group both classifiers are sharded over the same classes, got {sizes} rows on this rank. Pass "
+                "DTensors without group=: a teacher may then be sharded otherwise than the student"
+            )
         if c.shape[0] != teacher_c.shape[0]:
             raise ShapeError(
                 f"both classifiers need the same classes, got {sizes} rows. If one is padded, pass classes=, the size "

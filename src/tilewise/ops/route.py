@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.backend import Backend, Like, OnePass
+from tilewise.kernels.backend import Backend, GroupFilter, Like, OnePass
 from tilewise.kernels.registry import choose_backend, forget_with_backends, operators_instead
 from tilewise.kernels.spec import Needs, PairShape, PairSpec, wanted_names
 from tilewise.ops.budget import sized
@@ -79,16 +79,16 @@ def _route(
         shape, spec, options, needs: of the call.
         limits: the thresholds.
         scalar: whether the loss is a scalar with known weights (`RowWeights`).
-        over_group: whether the columns are sharded over a process group.
+        over_group: whether the columns are sharded over a process group; ``shape`` has those of this rank.
         capturing: whether a CUDA graph is being captured, in which the host may not read numbers.
     """
     plain = type(shape.rows) is int and type(shape.picks) is int
     backend = in_blocks((choose_backend if plain else choose_backend.__wrapped__)(shape, spec, options), options)
-    if over_group:
-        return Route("two_pass", "over a group the statistics of all ranks come first", backend)
+    if over_group and not spec.same_rows:
+        return Route("two_pass", "over a ring the statistics of all ranks come first", backend)
     if options.batch_invariant:
         return Route("two_pass", "batch_invariant=True: blocks of rows have a fixed size", backend)
-    if options.filter_tolerance == 0.0:
+    if not over_group and options.filter_tolerance == 0.0:
         if _why_not_small(shape, spec, options, backend, limits, scalar) is None:
             reason = "all scores fit the workspace at once, and there are few of them"
             return Route("small", reason, backend, forms_gradients=scalar)
@@ -104,10 +104,12 @@ def _route(
     if spec.guide != "none":
         return Route("two_pass", "a second score matrix is computed in the same tiles", backend)
     if (tolerance := plans.tolerance_of(options, shape.dtype)) > 0.0:
-        why_exact = _why_not_filtered(shape, spec, options, backend, limits, capturing)
+        why_exact = _why_not_filtered(shape, spec, options, backend, limits, over_group, capturing)
         if why_exact is None:
             return Route("filtered", _filter_reason(options, tolerance), backend)
         return Route("two_pass", f"nothing is dropped: {why_exact}", backend, too_small=why_exact == TOO_SMALL)
+    if over_group:
+        return Route("two_pass", "over a group the statistics of all ranks come first", backend)
     if not scalar:
         return Route("two_pass", "the loss needs the statistics of each row", backend)
     why_two = _why_not_one_pass(shape, spec, options, backend, limits)
@@ -126,11 +128,19 @@ def _filter_reason(options: TileOptions, tolerance: float) -> str:
 
 
 def _why_not_filtered(
-    shape: PairShape, spec: PairSpec, options: TileOptions, backend: Backend, limits: Limits, capturing: bool
+    shape: PairShape,
+    spec: PairSpec,
+    options: TileOptions,
+    backend: Backend,
+    limits: Limits,
+    over_group: bool,
+    capturing: bool,
 ) -> str | None:
     """Why the exact gradients are computed despite a tolerance, or None."""
     if backend.filtered is None:
         return f"the backend {backend.name} offers no filter"
+    if over_group and not isinstance(backend.filtered, GroupFilter):
+        return f"the filter of the backend {backend.name} is for one process"
     if plans.tolerance_of(options, shape.dtype) < plans.SMALLEST_TOLERANCE:
         return "the tolerance is too small for float32"
     if spec.row_sum:
@@ -139,7 +149,7 @@ def _why_not_filtered(
         return "the log-sum-exp leaves out the picked columns, and the filter does not"
     if spec.row_sum_sq:
         return "the filter has no bound for the sum of squared probabilities (log_sum_sq_prob)"
-    unsupported = spec.mask_self or spec.symmetric or spec.local_keys or spec.same_rows or shape.has_skips
+    unsupported = spec.mask_self or spec.symmetric or spec.local_keys or shape.has_skips
     unsupported = unsupported or shape.has_row_scale
     one = spec.positive == "one" or (spec.positive == "none" and spec.drop_rows)
     if not spec.row_lse or not set(wanted_names(spec)) <= FILTERED or not one or unsupported or not shape.has_row_key:
@@ -148,6 +158,8 @@ def _why_not_filtered(
         return "there are too few columns to choose from"
     if shape.rows * plans.tile_count(shape.cols) * shape.dtype.itemsize > options.workspace_bytes / 2:
         return "the plan would not fit half the workspace"
+    if over_group and not plans.fits_at_once(shape.rows, shape.cols, spec, options):
+        return "over a group the masses of all rows would not fit a quarter of the workspace"
     if shape.rows * plans.tile_count(shape.cols) >= 2**31:
         return "pairs are counted in 32 bits"
     if shape.device.type == "cuda" and shape.products < limits.worth_filtering:

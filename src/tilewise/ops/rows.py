@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.host_scalar import HostScalar
-from tilewise.kernels.spec import STATISTICS, Grads, Pair, PairShape, PairSpec, Stats
+from tilewise.kernels.spec import STATISTICS, FilterPlan, Grads, Pair, PairShape, PairSpec, Stats
 from tilewise.kernels.tensors import ROW_TENSORS
 from tilewise.ops.limits import current
 
@@ -84,6 +84,19 @@ class KeptRows:
     def scatter_back_grads(self, grads: Grads) -> Grads:
         """Gradients of these rows as gradients of all rows, with zeros for the others."""
         return dataclasses.replace(grads, a=self._scatter_back(grads.a))
+
+    def pick_plan(self, plan: FilterPlan) -> FilterPlan:
+        """The plan of only these rows, from that of all rows."""
+        surprise = plan.surprise.index_select(0, self.index) if plan.surprise.numel() else plan.surprise
+        return dataclasses.replace(plan, mass=plan.mass.index_select(1, self.index), surprise=surprise)
+
+    def scatter_back_plan(self, plan: FilterPlan) -> FilterPlan:
+        """The plan of these rows as a plan of all rows. The others drop everything, and it is 0."""
+        mass = plan.mass.new_zeros((plan.mass.shape[0], self.rows)).index_copy_(1, self.index, plan.mass)
+        surprise = plan.surprise
+        if surprise.numel():
+            surprise = surprise.new_zeros(self.rows).index_copy_(0, self.index, surprise)
+        return dataclasses.replace(plan, mass=mass, surprise=surprise)
 
     def _pick(self, value: Tensor | None) -> Tensor | None:
         return None if value is None else value.index_select(0, self.index)

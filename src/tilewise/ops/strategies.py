@@ -94,8 +94,11 @@ def find_stats(call: Call, pair: Pair, way: Route, *, eager: bool) -> Found:
             settings = call.settings
             how = settings.options, group_name, needs, settings.must_match
             save = eager and may_save(needs, spec)
-            stats, saved = ring_forward(fewer, spec, *how, rows_given=pair.a.shape[0], save=save)
-            found = Found(stats, saved=saved)
+            given, filtered = pair.a.shape[0], way.strategy == "filtered"
+            stats, plan, saved = ring_forward(fewer, spec, *how, rows_given=given, save=save, filtered=filtered)
+            if filtered:
+                plan = _plan_of_call(plan, pair, rows, call, eager=eager)
+            found = Found(stats, plan, saved=saved)
         else:
             found = _without_group(call, pair, rows, way, eager=eager)
         return found if rows is None else found._replace(stats=rows.scatter_back(found.stats), rows=rows)
@@ -136,8 +139,7 @@ def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eag
     plan: FilterPlan | None
     way = route(fewer.shape, spec, options, needs)
     if way.strategy != "filtered":
-        found = _two_pass(way.backend, fewer, call, save=eager)
-        plan = plans.keep_everything(pair, spec) if not eager or is_recording() else None
+        found, plan = _two_pass(way.backend, fewer, call, save=eager), None
     else:
         chosen = way.backend.filtered
         assert chosen is not None
@@ -145,19 +147,26 @@ def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eag
             stats, plan, saved = chosen.forward_saving(fewer, spec, options)
         else:
             (stats, plan), saved = chosen.forward(fewer, spec, options), None
-        if rows is not None:
-            mass = plan.mass.new_zeros((plan.mass.shape[0], pair.a.shape[0])).index_copy_(1, rows.index, plan.mass)
-            surprise = plan.surprise
-            if spec.row_entropy:
-                surprise = surprise.new_zeros(pair.a.shape[0]).index_copy_(0, rows.index, surprise)
-            plan = dataclasses.replace(plan, mass=mass, surprise=surprise)
-        found = Found(stats, plan, saved=saved)
+        found = Found(stats, saved=saved)
+    return found._replace(plan=_plan_of_call(plan, pair, rows, call, eager=eager))
+
+
+def _plan_of_call(
+    plan: FilterPlan | None, pair: Pair, rows: KeptRows | None, call: Call, *, eager: bool
+) -> FilterPlan | None:
+    """The plan to save, for all rows of the pair, and its record. ``plan`` is that of the rows that stay, or None."""
+    spec, made = call.settings.spec, None
+    if plan is None and (not eager or is_recording()):
+        made = plans.keep_everything(pair, spec)
+    elif plan is not None and rows is not None:
+        plan = rows.scatter_back_plan(plan)
     if is_recording():
-        assert plan is not None
-        _record(plan, pair, options)
+        known = made if plan is None else plan
+        assert known is not None
+        _record(known, pair, call.options)
     # Eager calls must save the same tensors with and without recording. Otherwise torch.utils.checkpoint reports a
     # mismatch.
-    return found if eager else found._replace(plan=plan)
+    return made if plan is None and not eager else plan
 
 
 def _record(plan: FilterPlan, pair: Pair, options: TileOptions) -> None:
@@ -175,7 +184,7 @@ def stats_backward(
     pair = call.pair()
     options, rows_given = options if group_name else call.options, pair.a.shape[0]
     with without_autocast(pair.a):
-        if found.plan is not None:
+        if found.plan is not None and not group_name:
             chosen = choose_backend(pair.shape, spec, options).filtered
             assert chosen is not None
             grads = chosen.backward(pair, found.stats, found.plan, grad, needs, spec, options, saved=found.saved)
@@ -191,7 +200,8 @@ def stats_backward(
 
             job = Backward(pair, stats, grad, needs, spec, options)
             kept = None if rows is None else rows.index
-            grads = ring_backward(job, group_name, rows_given=rows_given, kept=kept, saved=found.saved)
+            plan = found.plan if rows is None or found.plan is None else rows.pick_plan(found.plan)
+            grads = ring_backward(job, group_name, rows_given=rows_given, kept=kept, plan=plan, saved=found.saved)
         elif small is not None:
             grads = small_job(small, pair, call, scalar=False).backward(pair, grad, needs)
         else:

@@ -21,7 +21,9 @@ from tilewise.integrations.transformers.model import (
     classes_of,
     evaluation_mode,
     head_of,
+    is_tensor_parallel,
     loss_of,
+    plain_forward,
     random_tokens,
 )
 from tilewise.losses.cross_entropy import check_z_loss
@@ -52,8 +54,8 @@ def use_linear_cross_entropy(
 
     Args:
         model: has ``get_output_embeddings()`` and takes ``labels``. The head may be tied or untied, with or without
-            bias, capped, scaled, or with LoRA. Only this instance is changed. Wrap it (DDP, ``torch.compile``)
-            afterwards.
+            bias, capped, scaled, with LoRA, or sharded by transformers (``tp_plan``). Only this instance is changed.
+            Wrap it (DDP, ``torch.compile``) afterwards.
         z_loss: adds ``z_loss * logsumexp(logits) ** 2`` for each token that counts. In training only.
         label_smoothing: as in ``F.cross_entropy``. In training only. ``Trainer(label_smoothing_factor=...)`` removes
             the labels from the model's inputs and needs the logits.
@@ -211,7 +213,7 @@ class LossHandle:
             )
         if has_fused_head(self.model):
             try:
-                self.fused = self._probe_fused_head(self._original())
+                self.fused = self._probe_fused_head(self._original(), self._through_hooks)
             finally:
                 self._unhook_head()
 
@@ -225,7 +227,8 @@ class LossHandle:
                 "effect on it. Do not pass them to use_linear_cross_entropy"
             )
         if self.fused is None:
-            self.fused = self._probe_fused_head(self._fused_forward())
+            # Here the hooks of the model have run.
+            self.fused = self._probe_fused_head(self._fused_forward(), lambda forward, inputs: forward(**inputs))
         return self._fused_output(self.fused, args, kwargs)
 
     def _replaces_fused_head(self) -> bool:
@@ -239,13 +242,23 @@ class LossHandle:
         outer: Any = self.model.__dict__.get("forward")
         return self._original() if _installed_handle(self.model) is self else outer
 
-    def _probe_fused_head(self, fused_forward: Callable[..., Any]) -> FusedOutput:
+    def _through_hooks(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """``forward`` with the hooks of the model around it: FSDP gathers weights in hooks."""
+        self.model.forward = forward
+        try:
+            return _run(self.model, inputs)
+        finally:
+            self._restore()
+
+    def _probe_fused_head(
+        self, fused_forward: Callable[..., Any], call: Callable[[Callable[..., Any], dict[str, Any]], Any]
+    ) -> FusedOutput:
         """Call the trainer's fused head on a few random tokens, and check that tilewise computes the same values."""
         inputs = random_tokens(self.model)
         with torch.no_grad(), evaluation_mode(self.model):
-            theirs = fused_forward(**inputs, **{FLAG: True})
+            theirs = call(fused_forward, inputs | {FLAG: True})
             kind = FusedOutput.of(theirs, [fused_forward, *forwards_of(self.model)])
-            ours = self._fused_output(kind, (), inputs)
+            ours = call(lambda **kwargs: self._fused_output(kind, (), kwargs), inputs)
         kind.compare(ours, theirs, self._tolerance())
         return kind
 
@@ -320,9 +333,10 @@ class LossHandle:
         head = head_of(self.model)
         if head is not self.head:  # the head was replaced, for example resized or adapted
             self._hook_head()
-        self.current, self.head_calls = settings, 0
+        self.current, self.head_calls = settings._replace(same_tokens=is_tensor_parallel(head)), 0
         try:
-            output = forward(*args, **kwargs)
+            with plain_forward(head):
+                output = forward(*args, **kwargs)
         finally:
             self.current = None
         if not self.head_calls:
@@ -378,7 +392,7 @@ def _check_model(model: nn.Module) -> None:
         raise ConfigError(
             f"use_linear_cross_entropy is already active on this {name}. Call remove() on its handle first"
         )
-    head_of(model)
+    is_tensor_parallel(head_of(model))
     parameters = inspect.signature(model.forward).parameters
     if "labels" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise ConfigError(f"{name} takes no labels, so it computes no loss. Use tilewise.linear_cross_entropy instead")

@@ -36,6 +36,7 @@ class LossSettings(NamedTuple):
     want: tuple[str, ...] = ("log_prob", "entropy", "correct", "logsumexp")  # which of them
     temperature: float = 1.0  # of these statistics and of their loss
     no_tokens_is_zero: bool = False  # the mean loss of no tokens is 0, as in TRL's fused head, and not NaN
+    same_tokens: bool = False  # the weight is a DTensor, and all ranks of its mesh have the same tokens
 
 
 class Term(NamedTuple):
@@ -234,16 +235,17 @@ class LazyLogits:
     def _check_weights(self) -> None:
         """Raise if the head's weight or bias has been freed: reading freed memory would crash the process.
 
-        Of a unit of its own under FSDP2, sharded parameters (DTensor) take the place of the freed ones.
+        Of a unit of its own under FSDP2, sharded parameters (DTensor) take the place of the freed ones. DeepSpeed's
+        ZeRO-3 gathers a parameter again, here and in backward, when a module reads it.
         """
-        self.terms = tuple(term._replace(weight=_shards_if_freed(term.weight, term.read)) for term in self.terms)
+        self.terms = tuple(term._replace(weight=_present(term.weight, term.size, term.read)) for term in self.terms)
         if self.bias is not None:
-            self.bias = _shards_if_freed(self.bias, self.read_bias)
-        freed = any(term.weight.shape != term.size or _is_freed(term.weight) for term in self.terms)
-        if freed or (self.bias is not None and _is_freed(self.bias)):
+            self.bias = _present(self.bias, self.shape[-1:], self.read_bias)
+        freed = any(_is_freed(term.weight, term.size) for term in self.terms)
+        if freed or (self.bias is not None and _is_freed(self.bias, self.shape[-1:])):
             raise ConfigError(
                 "the weight of the head was freed after the head's forward and before the loss, because the head is "
-                "sharded separately. Use FSDP2, or keep the head in the outermost FSDP unit, or out of ZeRO-3"
+                "sharded separately. Use FSDP2 or ZeRO-3, or keep the head in the outermost FSDP unit"
             )
 
     def layer(self) -> tuple[Tensor, Tensor, Scale]:
@@ -279,10 +281,11 @@ def _cross_entropy(
             "shape of input_ids, with -100 for tokens to ignore. The model shifts the labels"
         )
     hidden, classifier, scale = input.layer()
-    bias, cap = input.bias, input.cap
+    bias, cap, settings = input.bias, input.cap, input.settings
+    if settings.same_tokens:
+        hidden = _replicated(hidden, classifier)
     if cap is not None:  # cap * tanh(x) is the soft cap of the scores cap * x
         scale, bias = scale * cap, None if bias is None else bias * cap
-    settings = input.settings
     label_smoothing = label_smoothing or settings.label_smoothing
     shared: dict[str, Any] = {"linear_bias": bias, "ignore_index": ignore_index, "softcap": cap, "logit_scale": scale}
     shared |= {"group": settings.group, "options": settings.options}
@@ -292,11 +295,25 @@ def _cross_entropy(
             stats = linear_token_stats(
                 hidden, classifier, target, want=settings.want, temperature=settings.temperature, **shared
             )
+        if settings.same_tokens:
+            stats = TokenStats(**{name: _to_local(value) for name, value in vars(stats).items()})
         settings.collected.append(stats)
         if plain:
             return _from_statistics(stats, settings, reduction)
     smoothing: dict[str, Any] = {"weight": weight, "label_smoothing": label_smoothing, "z_loss": settings.z_loss}
-    return linear_cross_entropy(hidden, classifier, target, reduction=reduction, **smoothing, **shared)
+    loss = linear_cross_entropy(hidden, classifier, target, reduction=reduction, **smoothing, **shared)
+    return _to_local(loss) if settings.same_tokens else loss
+
+
+def _replicated(hidden: Tensor, weight: Any) -> Tensor:
+    """Hidden states that all ranks of the weight's mesh have, as a DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(hidden, weight.device_mesh, [Replicate()] * weight.device_mesh.ndim, run_check=False)
+
+
+def _to_local(value: Any) -> Any:
+    return value.to_local() if hasattr(value, "device_mesh") else value
 
 
 def _from_statistics(stats: TokenStats, settings: LossSettings, reduction: _check.Reduction) -> Tensor:
@@ -334,17 +351,16 @@ def _refusal(what: str) -> LazyLogitsError:
     )
 
 
-def _is_freed(tensor: Tensor) -> bool:
-    if hasattr(tensor, "device_mesh"):
-        return False
-    return tensor.numel() > 0 and not tensor.untyped_storage().size()
+def _is_freed(tensor: Tensor, size: torch.Size) -> bool:
+    """Whether a parameter of that size has no memory: FSDP frees the storage, ZeRO-3 leaves an empty tensor."""
+    if tensor.shape != size:
+        return True
+    return not hasattr(tensor, "device_mesh") and tensor.numel() > 0 and not tensor.untyped_storage().size()
 
 
-def _shards_if_freed(tensor: Tensor, read: Callable[[], Tensor] | None) -> Tensor:
-    if read is None or not _is_freed(tensor):
-        return tensor
-    now = read()
-    return now if hasattr(now, "device_mesh") and now.shape == tensor.shape else tensor
+def _present(tensor: Tensor, size: torch.Size, read: Callable[[], Tensor] | None) -> Tensor:
+    """The tensor, or if it is freed the head's parameter as it is now."""
+    return tensor if read is None or not _is_freed(tensor, size) else read()
 
 
 def _is_number(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,14 +25,44 @@ def head_of(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} has several output embeddings (heads), {len(head)}. Supported is one. Call "
             "tilewise.linear_cross_entropy for each head in a training loop of yours"
         )
-    forward = vars(head).get("forward")
-    if getattr(forward, "__module__", "").endswith(".tensor_parallel"):
-        raise ConfigError(
-            "the head is sharded by transformers (tp_plan), whose forward gathers all logits. Pass the hidden states "
-            "yourself: linear_cross_entropy(DTensor.from_local(hidden, weight.device_mesh, [Replicate()]), weight, "
-            "labels, shift=1), with hidden = model.model(...).last_hidden_state and weight = model.lm_head.weight"
-        )
     return head
+
+
+def is_tensor_parallel(head: nn.Module) -> bool:
+    """Whether transformers has sharded the head by the model's ``tp_plan``. Its forward gathers all logits.
+
+    All ranks then have the same tokens. Raises `ConfigError` for a head that cannot be computed so.
+    """
+    forward = vars(head).get("forward")
+    if not getattr(forward, "__module__", "").endswith(".tensor_parallel"):
+        return False
+    layout = getattr(inspect.getclosurevars(forward).nonlocals.get("self"), "input_layouts", None)  # type: ignore[arg-type]
+    if layout is not None and not layout.is_replicate():
+        raise ConfigError(
+            f"the tp_plan of the model gives its head sharded hidden states ({layout}). use_linear_cross_entropy needs "
+            'all of them on each rank: set the head to "colwise_gather_output" in the tp_plan, or call '
+            "tilewise.linear_cross_entropy with DTensors"
+        )
+    if not all(hasattr(parameter, "device_mesh") for parameter in head.parameters()):
+        raise ConfigError(
+            "the weight of a head that transformers shards (tp_plan) is a DTensor, got a plain tensor: the head is "
+            "quantized, or transformers is older than 5.22. Leave the head out of the tp_plan"
+        )
+    return True
+
+
+@contextmanager
+def plain_forward(head: nn.Module) -> Iterator[None]:
+    """Inside, a head of `is_tensor_parallel` has the forward of its class, which uses its sharded weight as it is."""
+    forward = vars(head).get("forward")
+    if not is_tensor_parallel(head):
+        yield
+        return
+    del head.forward
+    try:
+        yield
+    finally:
+        head.forward = forward
 
 
 def classes_of(head: nn.Module) -> int:

@@ -14,6 +14,7 @@ Where every rank has all rows and a shard of the columns (``spec.same_rows``), s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor
 from tilewise.kernels.registry import choose_backend
 from tilewise.kernels.spec import (
     Backward,
+    FilterPlan,
     Grads,
     GradStats,
     Needs,
@@ -35,12 +37,14 @@ from tilewise.kernels.spec import (
 from tilewise.kernels.tensors import COL_TENSORS, ROW_TENSORS
 from tilewise.ops.budget import column_chunk, ring_team, sized
 from tilewise.ops.distributed.vocab_parallel import (
+    filtered_forward,
     local_backward,
     local_forward,
     merged_forward,
     sum_rows,
     summed_backward,
 )
+from tilewise.ops.route import route
 from tilewise.options import TileOptions
 from tilewise.ring.agree import agree
 from tilewise.ring.blocks import Field, rotate_blocks
@@ -63,21 +67,27 @@ def ring_forward(
     *,
     rows_given: int | None = None,
     save: bool = False,
-) -> tuple[Stats, object | None]:
-    """Statistics of this rank's rows over all columns, and of its columns over all rows.
+    filtered: bool = False,
+) -> tuple[Stats, FilterPlan | None, object | None]:
+    """Statistics of this rank's rows over all columns, and of its columns over all rows; and the filter's plan, if any.
 
     ``must_match``: the loss's own settings, which must be equal on every rank. ``rows_given``: the number of rows
     before ignored ones were dropped. The default workspace depends on it, and on the largest shard of the columns.
-    ``save``: also return what `Backend.forward_saving` does, where the columns stay on their rank.
+    ``save``: also return what `Backend.forward_saving` does, where the columns stay on their rank. ``filtered``: use
+    the filter, unless the columns of some rank are not suited for it.
     """
     exchange = find_exchange(group_name)
     if exchange.world == 1:
-        return local_forward(pair, spec, _sized(options, pair, spec, needs, rows_given), save=save)
+        stats, saved = local_forward(pair, spec, _sized(options, pair, spec, needs, rows_given), save=save)
+        return stats, None, saved
     shards = _agree(exchange, "forward", pair, spec, options, needs, must_match)
     options = _sized(options, pair, spec, needs, rows_given, max(shards.cols))
     pair = _placed(pair, spec, shards)
     if spec.same_rows:
-        return merged_forward(exchange, pair, spec, options, save=save)
+        if filtered and all(_is_filtered(pair, spec, options, needs, cols) for cols in set(shards.cols)):
+            return filtered_forward(exchange, list(shards.cols), pair, spec, options, save=save)
+        stats, saved = merged_forward(exchange, pair, spec, options, save=save)
+        return stats, None, saved
     total, of_columns, begun = Stats(), _column_stats(spec), False
     team, options = ring_team(options, pair.shape, max(shards.cols), exchange.world)
 
@@ -95,7 +105,12 @@ def ring_forward(
 
     how_to_add: dict[str, Any] = {"accumulators": [Field(name, torch.float64) for name in of_columns], "team": team}
     home = rotate_blocks(exchange, shards.cols, _payload(pair), work, merge=_merge_stats, **how_to_add)
-    return dataclasses.replace(total, **home).rounded(pair.stat_dtype), None
+    return dataclasses.replace(total, **home).rounded(pair.stat_dtype), None, None
+
+
+def _is_filtered(pair: Pair, spec: PairSpec, options: TileOptions, needs: Needs, cols: int) -> bool:
+    """Whether a rank with so many columns may filter."""
+    return route(pair.shape._replace(cols=cols), spec, options, needs, over_group=True).strategy == "filtered"
 
 
 def ring_backward(
@@ -104,23 +119,25 @@ def ring_backward(
     *,
     rows_given: int | None = None,
     kept: Tensor | None = None,
+    plan: FilterPlan | None = None,
     saved: object | None = None,
 ) -> Grads:
     """Gradients of this rank's rows over all columns, and of its columns over all rows; the caller rounds them.
 
-    ``kept``: which of the rows given these are; None for all.
+    ``kept``: which of the rows given these are; None for all. ``plan`` and ``saved``: from `ring_forward`.
 
     The gradient of the scale is this rank's share (its own rows); with ``same_rows`` it is whole on every rank.
     """
     exchange = find_exchange(group_name)
     pair, stats, grad, needs, spec, options = job = job._replace(grad=_fill(job.grad, job.spec, job.pair))
     if exchange.world == 1:
-        return local_backward(job._replace(options=_sized(options, pair, spec, needs, rows_given)), saved=saved)
+        return local_backward(job._replace(options=_sized(options, pair, spec, needs, rows_given)), None, saved)
     shards = _agree(exchange, "backward", pair, spec, options, needs)
     pair, options = _placed(pair, spec, shards), _sized(options, pair, spec, needs, rows_given, max(shards.cols))
     if spec.same_rows:
         job, rows = job._replace(pair=pair, options=options), rows_given or pair.a.shape[0]
-        return summed_backward(exchange, job, lambda grad: sum_rows(exchange, grad, job, group_name, rows, kept), saved)
+        sum_up = functools.partial(sum_rows, exchange, job=job, group_name=group_name, rows=rows, kept=kept)
+        return summed_backward(exchange, job, sum_up, plan, saved)
     of_columns = _column_stats(spec)
     grad_a: Tensor | None = None  # those of the rows and of the scale stay here
     scale = torch.zeros((), dtype=torch.float64, device=pair.a.device)

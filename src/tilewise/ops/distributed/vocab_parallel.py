@@ -3,7 +3,8 @@
 forward    the statistics of all ranks, vectors, are gathered and merged in rank order
 backward   dA and dscale are summed over the ranks;   dB and dbias of a shard stay on its rank
 
-As in one process, forward may save exponentials of columns, so that the scores are not computed again. With
+As in one process, forward may save exponentials of columns, so that the scores are not computed again, or filter: each
+rank chooses among its own tiles after the merge (see `filter_plan`), and may compute all of them instead. With
 ``batch_invariant`` each rank computes blocks of rows of a fixed size, and dA is summed in rank order: an all-reduce
 chooses its algorithm, and with it the order, by the size of the tensor.
 """
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.kernels.backend import FilterGroup, GroupFilter
 from tilewise.kernels.registry import choose_backend
-from tilewise.kernels.spec import Backward, Grads, Pair, PairSpec, Stats, wanted_stats
+from tilewise.kernels.spec import Backward, FilterPlan, Grads, Pair, PairSpec, Statistic, Stats, wanted_stats
 from tilewise.ops.row_blocks import block_rows, in_blocks
 from tilewise.options import TileOptions
 from tilewise.ring.blocks import Guard
@@ -32,9 +34,16 @@ def local_forward(pair: Pair, spec: PairSpec, options: TileOptions, *, save: boo
     return backend.forward_saving(pair, spec, options) if save else (backend.forward(pair, spec, options), None)
 
 
-def local_backward(job: Backward, **more: Any) -> Grads:
-    """The gradients over this rank's columns."""
-    return in_blocks(choose_backend(job.pair.shape, job.spec, job.options), job.options).backward(*job, **more)
+def local_backward(job: Backward, plan: FilterPlan | None = None, saved: object | None = None, **more: Any) -> Grads:
+    """The gradients over this rank's columns; with a plan, those of the filter if it is faster."""
+    backend = choose_backend(job.pair.shape, job.spec, job.options)
+    if plan is not None:
+        assert isinstance(backend.filtered, GroupFilter)
+        pair, stats, grad, needs, spec, options = job
+        grads = backend.filtered.backward(pair, stats, plan, grad, needs, spec, options, saved=saved, **more)
+        if grads is not None:
+            return grads
+    return in_blocks(backend, job.options).backward(*job, saved=saved, **more)
 
 
 def merged_forward(
@@ -43,40 +52,95 @@ def merged_forward(
     """Row statistics over the shards of all ranks, bitwise the same on every rank, and what this rank saved."""
     guard = Guard()  # if this rank fails, it still takes part in the all-reduce, with NaN, and raises afterwards
     local, saved = guard.run(lambda: local_forward(pair, spec, options, save=save)) or (None, None)
-    wanted = wanted_stats(spec)
-    # An all-gather as one all-reduce: every rank fills its own part of zeros.
-    vectors = sum(pair.shape.picks if stat.of_picks else 1 for stat in wanted)
-    gathered = torch.zeros((exchange.world, vectors, pair.a.shape[0]), dtype=torch.float64, device=pair.a.device)
-    for stat, mine in zip(wanted, _split(gathered[exchange.rank], spec), strict=True):
-        mine.fill_(torch.nan) if local is None else mine.copy_(getattr(local, stat.name))
-    exchange.sum_(gathered)
+    merge = _Merge(exchange, pair, wanted_stats(spec))
+    stats = merge(local, pair.a.shape[0])
     guard.check()
-    return _merge(gathered, spec, pair.stat_dtype), saved
+    return stats, saved
 
 
-def _split(values: torch.Tensor, spec: PairSpec) -> list[torch.Tensor]:
-    """Each statistic, as a view of the (vectors, rows) of one rank: a vector, or K of them for the picked columns."""
-    wanted = wanted_stats(spec)
-    picks = values.shape[0] - sum(not stat.of_picks for stat in wanted)
-    parts = values.split([picks if stat.of_picks else 1 for stat in wanted])
-    return [part.T if stat.of_picks else part[0] for stat, part in zip(wanted, parts, strict=True)]
+def filtered_forward(
+    exchange: Exchange, cols: list[int], pair: Pair, spec: PairSpec, options: TileOptions, *, save: bool
+) -> tuple[Stats, FilterPlan, object | None]:
+    """`merged_forward` with the filter, and the plan of this rank. ``cols``: the number of columns of each rank."""
+    chosen = choose_backend(pair.shape, spec, options).filtered
+    assert isinstance(chosen, GroupFilter)
+    merge, sampled = _Merge(exchange, pair, wanted_stats(spec)), _Merge(exchange, pair, wanted_stats(_of_sample(spec)))
+    sample = chosen.sample_rows(pair.shape._replace(cols=max(cols)), options)
+    left = [(sampled, sample), (merge, pair.a.shape[0])] if sample else [(merge, pair.a.shape[0])]
+
+    def merged(stats: Stats | None) -> Stats:
+        each, rows = left.pop(0)
+        return each(stats, rows)
+
+    def work() -> tuple[Stats, FilterPlan, object | None]:
+        group = FilterGroup(exchange.world, sum(cols), sample, merged)
+        if save:
+            return chosen.forward_saving(pair, spec, options, group=group)
+        return *chosen.forward(pair, spec, options, group=group), None
+
+    guard = Guard()  # if this rank fails, it still takes part in the merges that are left, with NaN
+    found = guard.run(work)
+    while left:
+        merged(None)
+    guard.check()
+    assert found is not None
+    return found
 
 
-def _merge(gathered: torch.Tensor, spec: PairSpec, dtype: torch.dtype) -> Stats:
-    """``gathered`` is (ranks, vectors, rows), float64; see `_split`."""
-    wanted = wanted_stats(spec)
+def _of_sample(spec: PairSpec) -> PairSpec:
+    """The statistics on which a probe decides."""
+    return dataclasses.replace(spec, row_picked=False, row_top=False)
 
-    def of_rank(values: torch.Tensor) -> Stats:
-        # Indices below 2**53 are exact in float64. NaN, from a rank that failed, has no index.
-        parts = zip(wanted, _split(values, spec), strict=True)
-        return Stats(**{stat.name: v.nan_to_num(-1.0).long() if stat.integer else v for stat, v in parts})
 
-    merged = functools.reduce(Stats.merge, map(of_rank, gathered))
-    if merged.num_positives is not None and merged.row_pos is not None:
-        # A target is in one shard. If two ranks found one, they were given different targets.
-        wrong = merged.num_positives > 1
-        merged = dataclasses.replace(merged, row_pos=torch.where(wrong, torch.nan, merged.row_pos))
-    return Stats(**{s.name: getattr(merged, s.name).to(torch.int64 if s.integer else dtype, copy=True) for s in wanted})
+class _Merge:
+    """Merges statistics of rows over the columns of all ranks. A collective: vectors are gathered, and nothing else."""
+
+    def __init__(self, exchange: Exchange, pair: Pair, wanted: tuple[Statistic, ...]) -> None:
+        self.exchange, self.wanted = exchange, wanted
+        self.sizes = [pair.shape.picks if stat.of_picks else 1 for stat in wanted]
+        self.kind, self.device = pair.stat_dtype, pair.a.device
+
+    def __call__(self, local: Stats | None, rows: int) -> Stats:
+        """The merged statistics, bitwise the same on every rank. A rank that failed passes None, and all get NaN.
+
+        A statistic that this rank lacks is 0: the positives of a sample.
+        """
+        exchange = self.exchange
+        # An all-gather as one all-reduce: every rank fills its own part of zeros.
+        size = exchange.world, sum(self.sizes), rows
+        gathered = torch.zeros(size, dtype=torch.float64, device=self.device)
+        for stat, mine in zip(self.wanted, self._split(gathered[exchange.rank]), strict=True):
+            if local is None:
+                mine.fill_(torch.nan)
+            elif (value := getattr(local, stat.name)) is not None:
+                mine.copy_(value)
+        exchange.sum_(gathered)
+        return self._merged(gathered)
+
+    def _split(self, values: Tensor) -> list[Tensor]:
+        """Each statistic, as a view of the (vectors, rows) of one rank: a vector, or K for the picked columns."""
+        parts = zip(self.wanted, values.split(self.sizes), strict=True)
+        return [part.T if stat.of_picks else part[0] for stat, part in parts]
+
+    def _merged(self, gathered: Tensor) -> Stats:
+        """``gathered`` is (ranks, vectors, rows), float64; see `_split`."""
+
+        def of_rank(values: Tensor) -> Stats:
+            # Indices below 2**53 are exact in float64. NaN, from a rank that failed, has no index.
+            parts = zip(self.wanted, self._split(values), strict=True)
+            return Stats(**{stat.name: v.nan_to_num(-1.0).long() if stat.integer else v for stat, v in parts})
+
+        merged = functools.reduce(Stats.merge, map(of_rank, gathered))
+        if merged.num_positives is not None and merged.row_pos is not None:
+            # A target is in one shard. If two ranks found one, they were given different targets.
+            wrong = merged.num_positives > 1
+            merged = dataclasses.replace(merged, row_pos=torch.where(wrong, torch.nan, merged.row_pos))
+        return Stats(
+            **{
+                stat.name: getattr(merged, stat.name).to(torch.int64 if stat.integer else self.kind, copy=True)
+                for stat in self.wanted
+            }
+        )
 
 
 def sum_rows(
@@ -109,12 +173,16 @@ def sum_rows(
 
 
 def summed_backward(
-    exchange: Exchange, job: Backward, sum_rows: Callable[[Tensor], Tensor], saved: object | None = None
+    exchange: Exchange,
+    job: Backward,
+    sum_rows: Callable[[Tensor], Tensor],
+    plan: FilterPlan | None = None,
+    saved: object | None = None,
 ) -> Grads:
     """Gradients of this rank's shard, from the statistics of all. Those of rows and scale are summed over the ranks."""
     pair, needs = job.pair, job.needs
     guard = Guard()  # if this rank fails, it still takes part in the all-reduces, with NaN, and raises afterwards
-    grads = guard.run(lambda: local_backward(job, grad_dtype=pair.stat_dtype, saved=saved))
+    grads = guard.run(lambda: local_backward(job, plan, saved, grad_dtype=pair.stat_dtype))
     if grads is None:
         nan = torch.full((), torch.nan, dtype=pair.stat_dtype, device=pair.a.device)
         grads = Grads(a=nan.expand(pair.a.shape).clone() if needs.a else None, scale=nan if needs.scale else None)

@@ -30,10 +30,17 @@ class FilterBackward(FilterCall):
     """The kept entries, a group of tiles at a time; the means of the tiles for the others."""
 
     def run(
-        self, stats: Stats, plan: FilterPlan, grad: GradStats, needs: Needs, saved: SavedColumns | None = None
+        self,
+        stats: Stats,
+        plan: FilterPlan,
+        grad: GradStats,
+        needs: Needs,
+        saved: SavedColumns | None = None,
+        grad_dtype: torch.dtype | None = None,
     ) -> Grads | None:
         """The gradients, or None if too many entries are kept."""
         self.stats, self.plan, self.grad, self.needs, self.saved = stats, plan, grad, needs, saved
+        self.row_dtype = grad_dtype or self.pair.a.dtype
         self.need_a, self.need_b = needs.a or needs.scale, needs.b or needs.bias
         found = HostScalar(torch.cat((plan.kept, plan.keep_all)))
         # Work that does not depend on the number of entries is launched before the host waits for that number.
@@ -154,7 +161,8 @@ class FilterBackward(FilterCall):
         pair, out, dots = self.pair, None, None
         if self.total is not None:
             if self.needs.a:
-                out = self.total if pair.a.dtype == torch.float32 else pair.a.new_empty((self.n, self.d))
+                kind = self.row_dtype
+                out = self.total if kind == torch.float32 else pair.a.new_empty((self.n, self.d), dtype=kind)
             dots = pair.scale.new_empty(cdiv(self.n, FINISH_ROWS)) if self.needs.scale else None
             values = finish_arguments(self.total, self.a, self.product_factor, out, dots)
             self.launch(finish_kernel, cdiv(self.n, FINISH_ROWS), **values)

@@ -11,10 +11,11 @@ import triton
 from torch import Tensor
 
 from tilewise.kernels import filter_plan as plans
+from tilewise.kernels.backend import FilterGroup
 from tilewise.kernels.filter_plan import rows_per_step, tile_count
 from tilewise.kernels.host_scalar import HostScalar
 from tilewise.kernels.precision import matmul_precision
-from tilewise.kernels.spec import FilterPlan, Pair, PairSpec, Stats
+from tilewise.kernels.spec import FilterPlan, Pair, PairShape, PairSpec, Stats
 from tilewise.kernels.triton_impl.filtered import forward_kernels as kernels
 from tilewise.kernels.triton_impl.filtered.rounding_kernels import exceeds_kernel, norm_kernel
 from tilewise.kernels.triton_impl.launch import launch
@@ -35,6 +36,18 @@ WORTH_PROBING = 2**38  # multiply-adds of one product; below, launching both way
 def units(features: Tensor) -> int:
     """The row stride in units of 16 bytes; rows of `readable` features start at such addresses."""
     return features.stride(0) * features.element_size() // 16
+
+
+def sample_rows(shape: PairShape, options: TileOptions) -> int:
+    """The number of rows to probe; 0 for a small call."""
+    if shape.products < WORTH_PROBING:
+        return 0
+    return plans.sample_size(shape.rows, shape.cols, sample_dtype(shape.dtype).itemsize, options)
+
+
+def sample_dtype(features: torch.dtype) -> torch.dtype:
+    """The type of the sample's scores: float16 lacks the range of products."""
+    return torch.float32 if features == torch.float16 else features
 
 
 def chunk_of_tiles(tiles: int, row_tiles: int, programs: int, most: int) -> int:
@@ -78,18 +91,20 @@ class FilterCall:
 class FilterForward(FilterCall):
     """One pass over the columns in their new order, for as many rows at a time as their masses fit the workspace."""
 
-    def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions, save: bool = False) -> None:
+    def __init__(
+        self, pair: Pair, spec: PairSpec, options: TileOptions, save: bool = False, group: FilterGroup | None = None
+    ) -> None:
         super().__init__(pair, spec, options)
-        self.save = save
+        self.save, self.group = save, group
         self.sizes = mass_sizes(self.device, pair.a.dtype, self.width, self.exact)
         # A kept entry costs the same for a tile of any width.
         self.share = self.width / plans.WIDEST_TILE if self.device.type == "cuda" else 1.0
-        # float16 lacks the range of products.
-        self.sample_dtype = torch.float32 if pair.a.dtype == torch.float16 else pair.a.dtype
         self.saved: SavedColumns | None = None
         self.rounding = options.filter_tolerance == "rounding"
-        self.known |= {"usable": self.tolerance * plans.MARGIN, "HALVINGS": plans.HALVINGS, "ROUNDING": self.rounding}
-        self.known |= {"most_entropy": math.log2(self.m)}
+        # Over a group each rank may drop an equal part of the tolerance.
+        ranks, cols = (1, self.m) if group is None else (group.ranks, group.cols)
+        self.known |= {"usable": self.tolerance * plans.MARGIN / ranks, "most_entropy": math.log2(cols)}
+        self.known |= {"HALVINGS": plans.HALVINGS, "ROUNDING": self.rounding}
 
     def _rounding_exceeds(self) -> Tensor:
         """`filter_plan.rounding_exceeds`, with less work on the host. 2 if ``pair.only_if`` is not 1."""
@@ -113,7 +128,8 @@ class FilterForward(FilterCall):
 
         The kernels of the exact loss are launched first: their program is known, so the device has work soon.
         """
-        pair, asked = self.pair, self._sample_size()
+        pair, group = self.pair, self.group
+        asked = sample_rows(pair.shape, self.options) if group is None else group.sample
         # (1,) int32. 0: the filter. 1: the exact case, because the probe found it faster, or because the scores are rounded
         # too coarsely for the filter. Above: neither, because the results are not used.
         self.keep_all = self._rounding_exceeds()
@@ -130,27 +146,32 @@ class FilterForward(FilterCall):
         self.mean = pair.a.new_empty((self.tiles, self.d))
         spec = self.spec
         surprise = pair.scale.new_empty(self.n if spec.row_entropy else 0)
-        step = rows_per_step(self.n, self.tiles, self.options, 1 + spec.row_entropy + 2 * spec.row_top)
+        # Over a group all rows at once, because the merge is a collective; see `filter_plan.fits_at_once`.
+        step = self.n if group is not None else rows_per_step(self.n, self.tiles, self.options, plans.masses(spec))
         size = self.tiles * min(step, self.n)
         parts: dict[str, Tensor] = {"part": pair.scale.new_empty(size)}
         where: dict[str, Any] = {"place": self.place, "mass": mass, "all_rows": self.n}
-        where |= {"R": CHOOSE_ROWS, "T": CHOOSE_TILES}
-        where |= {"row_lse": stats.row_lse, "row_pos": stats.row_pos, "pick_place": self._picked(pair.pick, self.place)}
+        where["pick_place"] = self._picked(pair.pick, self.place)
         if spec.row_entropy:
             parts["entropy_part"] = torch.empty_like(parts["part"])
-            where |= {"row_entropy": stats.row_entropy, "surprise": surprise}
+            where["surprise"] = surprise
         top: dict[str, Any] = {"row_top": stats.row_top, "row_top_col": stats.row_top_col}
-        top |= {"R": CHOOSE_ROWS, "T": CHOOSE_TILES}
         if spec.row_top:
             parts |= {"top_part": torch.empty_like(parts["part"]), "top_col_part": self.order.new_empty(size)}
             top |= {name: parts[name] for name in ("top_part", "top_col_part")}
+        how = {"R": CHOOSE_ROWS, "T": CHOOSE_TILES}
         chosen: dict[str, Any] = {name: parts[name] for name in ("part", "entropy_part") if name in parts}
         for i in pieces(self.n, step):
             self._masses(parts, i)
             here = {"n": i.stop - i.start, "first_row": i.start}
-            self.launch(kernels.choose_kernel, cdiv(here["n"], CHOOSE_ROWS), **where, **chosen, **here)
+            rows: dict[str, Any] = {"row_lse": stats.row_lse, "row_entropy": stats.row_entropy}
+            self.launch(kernels.row_kernel, cdiv(here["n"], CHOOSE_ROWS), **rows, **chosen, **here, **how)
             if spec.row_top:
-                self.launch(kernels.top_kernel, cdiv(here["n"], CHOOSE_ROWS), **top, **here)
+                self.launch(kernels.top_kernel, cdiv(here["n"], CHOOSE_ROWS), **top, **here, **how)
+            if group is not None:
+                stats = group.merged(stats)
+            rows = {"row_lse": stats.row_lse, "row_entropy": stats.row_entropy, "row_pos": stats.row_pos}
+            self.launch(kernels.choose_kernel, cdiv(here["n"], CHOOSE_ROWS), **where, **rows, **chosen, **here, **how)
         kept = (mass < 0).sum(1, dtype=torch.int32)
         keep_all = plans.too_many(kept, mass.numel(), self.share) | self.keep_all
         plan = FilterPlan(order=self.order, mass=mass, mean=self.mean, surprise=surprise, kept=kept, keep_all=keep_all)
@@ -172,12 +193,6 @@ class FilterForward(FilterCall):
         own = pick - self.pair.col_start
         return torch.where((own >= 0) & (own < self.m), place[own.clamp(0, self.m - 1)], -1).contiguous()
 
-    def _sample_size(self) -> int:
-        """The number of rows to probe; 0 for a small call."""
-        if self.n * self.m * self.d < WORTH_PROBING:
-            return 0
-        return plans.sample_size(self.n, self.m, self.sample_dtype.itemsize, self.options)
-
     def _probe(self, asked: int) -> tuple[Tensor, Tensor, Tensor]:
         """The order of the columns, their places, and whether a sample of ``asked`` rows keeps too many entries."""
         pair = self.pair
@@ -185,25 +200,30 @@ class FilterForward(FilterCall):
         those = plans.sample_of(self.n, asked)
         sample, key = self.a[those].clone(), pair.row_key[those].contiguous()
         sample[0] = plans.mean_row(pair)  # orders the columns; not counted in the result
-        scores = pair.a.new_empty((self.m, asked), dtype=self.sample_dtype)
+        scores = pair.a.new_empty((self.m, asked), dtype=sample_dtype(pair.a.dtype))
         with matmul_precision("high"):
             multiply(scores, self.b, sample.T)
         order = plans.order_by(scores[:, 0], pair)
         place = places(order)
         mass, block = pair.a.new_empty((self.tiles, asked)), min(PROBE_ROWS, asked)
-        shared: dict[str, Any] = {"part": pair.scale.new_empty(self.tiles * asked), "row_key": key, "place": place}
-        rows: dict[str, Any] = {"n": asked, "all_rows": asked, "first_row": 0, "row_lse": pair.scale.new_empty(asked)}
+        parts: dict[str, Any] = {"part": pair.scale.new_empty(self.tiles * asked)}
+        keys: dict[str, Any] = {"row_key": key, "place": place}
         probe: dict[str, Any] = {"product": scores, "order": order, "S": asked, "R": block}
+        stats = Stats(row_lse=pair.scale.new_empty(asked))
         if self.spec.row_entropy:
-            shared["entropy_part"] = torch.empty_like(shared["part"])
-            rows["row_entropy"] = torch.empty_like(rows["row_lse"])
+            parts["entropy_part"] = torch.empty_like(parts["part"])
+            stats.row_entropy = pair.scale.new_empty(asked)
         if self.rounding and self.spec.positive == "one":
-            rows["row_pos"] = torch.empty_like(rows["row_lse"])
-            probe["own_part"] = rows["row_pos"]
-        self.launch(kernels.probe_kernel, self.tiles * (asked // block), **probe, **shared)
-        rows["pick_place"] = self._picked(None if pair.pick is None else pair.pick[those], place)
-        at_once = min(PROBE_TILES, triton.next_power_of_2(self.tiles))
-        self.launch(kernels.choose_kernel, asked, mass=mass, R=1, T=at_once, **rows, **shared)
+            stats.row_pos = probe["own_part"] = pair.scale.new_zeros(asked)
+        self.launch(kernels.probe_kernel, self.tiles * (asked // block), **probe, **parts, **keys)
+        rows: dict[str, Any] = {"n": asked, "first_row": 0, "R": 1}
+        rows |= {"T": min(PROBE_TILES, triton.next_power_of_2(self.tiles))} | parts
+        self.launch(kernels.row_kernel, asked, **rows, row_lse=stats.row_lse, row_entropy=stats.row_entropy)
+        if self.group is not None:
+            stats = self.group.merged(stats)
+        rows |= {"row_lse": stats.row_lse, "row_entropy": stats.row_entropy, "row_pos": stats.row_pos}
+        rows |= {"pick_place": self._picked(None if pair.pick is None else pair.pick[those], place), "mass": mass}
+        self.launch(kernels.choose_kernel, asked, **rows, **keys, all_rows=asked)
         pairs = (key[1:] >= 0).sum() * self.tiles
         return order, place, plans.too_many(mass[:, 1:] < 0, pairs, plans.PROBED_SHARE * self.share)
 

@@ -4,7 +4,8 @@ An *entry* is one row and one tile.
 
     gather_kernel      a chunk of the columns in their new order, and the mean column of each tile
     mass_kernel        the log-sum-exp of each entry; probe_kernel: the same for a sample of the rows
-    choose_kernel      the log-sum-exp and entropy of each row, and the entries that it drops
+    row_kernel         the log-sum-exp and entropy of each row
+    choose_kernel      the entries that it drops
     top_kernel         the largest score of each row
 
 Every number is computed by one program, so that sums have one order. Scores are in units of log2. The *place* of a column
@@ -178,6 +179,35 @@ def entropies(entropy_part, v, t, row, tiles, n):
     return tl.where(v == float("-inf"), 0.0, tl.exp2(v) * (each - v))
 
 
+@kernel(optional=("skip_if", "entropy_part", "row_entropy"), dynamic=("n", "tiles", "first_row"))
+def row_kernel(part, entropy_part, skip_if, row_lse, row_entropy, n, tiles, first_row, R: tl.constexpr,
+               T: tl.constexpr):  # fmt: skip
+    """The log-sum-exp of each row over all tiles, and with ``entropy_part`` its entropy. part is (tiles, n).
+
+    Row 0 of this launch is row ``first_row`` of the results. If ``skip_if`` is set, nothing is read or written.
+    """
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    ok_row = row < n
+    if skip_if is not None:
+        tiles = tl.where(tl.load(skip_if) != 0, 0, tiles)
+    high = tl.full((R,), float("-inf"), tl.float32)
+    total = tl.zeros((R,), tl.float32)
+    for start in range(0, tiles, T):
+        t = start + tl.arange(0, T)
+        ok = (t < tiles)[:, None] & ok_row[None, :]
+        v = tl.load(part + t.to(tl.int64)[:, None] * n + row[None, :], mask=ok, other=float("-inf"))
+        high, total = raised(high, total, v, 0)
+    lse = high + tl.log2(total)
+    tl.store(row_lse + first_row + row, lse * LN2, mask=ok_row & (tiles > 0))
+    if entropy_part is not None:
+        h = tl.zeros((R,), tl.float32)
+        nowhere = tl.full((R,), -1, tl.int32)
+        for start in range(0, tiles, T):
+            t = start + tl.arange(0, T)
+            h += tl.sum(entropies(entropy_part, log_masses(part, t, row, tiles, n, lse, nowhere), t, row, tiles, n), 0)
+        tl.store(row_entropy + first_row + row, h * LN2, mask=ok_row & (tiles > 0))
+
+
 @kernel(
     optional=("skip_if", "entropy_part", "pick_place", "row_pos", "row_entropy", "surprise"),
     dynamic=("tolerance", "usable", "most_entropy", "n", "m", "tiles", "first_row", "all_rows", "col_start", "picks"),
@@ -186,29 +216,22 @@ def choose_kernel(row_key, place, pick_place, part, entropy_part, skip_if, row_p
                   tolerance, usable, most_entropy, n, m, tiles, first_row, all_rows, col_start, picks,
                   W: tl.constexpr, HALVINGS: tl.constexpr, ROUNDING: tl.constexpr, R: tl.constexpr,
                   T: tl.constexpr):  # fmt: skip
-    """The log-sum-exp of each row over all tiles, and its entries of `FilterPlan.mass`.
+    """Each row's entries of `FilterPlan.mass`, given its log-sum-exp (`row_kernel`; over a group that of all ranks).
 
     A row drops the entries whose mass is below a threshold, found by bisection, so that their sum is at most ``usable``.
     part is (tiles, n); mass is (tiles, all_rows), and row 0 of this launch is its row ``first_row``. place[column] is the
-    place of the column. If ``skip_if`` is set, no part is read, a row drops nothing, and no statistic is written.
+    place of the column. If ``skip_if`` is set, no part is read, and a row drops nothing.
 
-    With ``entropy_part`` also the entropy of each row and `FilterPlan.surprise`, and the dropped entropy is at most
-    ``most_entropy`` times usable, in units of log2. With ROUNDING the limits depend on the row: see `filter_plan.limits`.
+    With ``entropy_part`` also `FilterPlan.surprise`, and the dropped entropy is at most ``most_entropy`` times usable, in
+    units of log2. With ROUNDING the limits depend on the row: see `filter_plan.limits`. row_pos is the score of the
+    row's positive.
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
     ok_row = row < n
     seen = tiles
     if skip_if is not None:
         seen = tl.where(tl.load(skip_if) != 0, 0, tiles)
-    high = tl.full((R,), float("-inf"), tl.float32)
-    total = tl.zeros((R,), tl.float32)
-    for start in range(0, seen, T):
-        t = start + tl.arange(0, T)
-        ok = (t < seen)[:, None] & ok_row[None, :]
-        v = tl.load(part + t.to(tl.int64)[:, None] * n + row[None, :], mask=ok, other=float("-inf"))
-        high, total = raised(high, total, v, 0)
-    lse = high + tl.log2(total)
-    tl.store(row_lse + first_row + row, lse * LN2, mask=ok_row & (seen > 0))
+    lse = tl.load(row_lse + first_row + row, mask=ok_row & (seen > 0), other=float("-inf")).to(tl.float32) * LOG2E
 
     key = tl.load(row_key + first_row + row, mask=ok_row, other=-1)
     valid = key >= 0
@@ -217,21 +240,16 @@ def choose_kernel(row_key, place, pick_place, part, entropy_part, skip_if, row_p
     own = tl.where(inside, own // W, -1)
     most = tl.zeros((R,), tl.float32) + usable
     if ROUNDING and row_pos is not None:
-        p = tl.exp2(tl.load(row_pos + first_row + row, mask=ok_row & inside, other=0.0) * LOG2E - lse)
+        p = tl.exp2(tl.load(row_pos + first_row + row, mask=ok_row & valid, other=0.0) * LOG2E - lse)
         share = tl.minimum(tl.maximum(2.0 * (1.0 - p), SMALLEST_LIMIT), 1.0)
-        most = most * tl.where(inside, share, 1.0)
+        most = most * tl.where(valid, share, 1.0)
     # The threshold most / tiles is safe for every row; above most, one entry alone could be too much.
     below, above = tl.log2(most / tiles), tl.log2(most)
     limit = tl.zeros((R,), tl.float32)
     if entropy_part is not None:
-        h = tl.zeros((R,), tl.float32)
-        nowhere = tl.full((R,), -1, tl.int32)
-        for start in range(0, seen, T):
-            t = start + tl.arange(0, T)
-            h += tl.sum(entropies(entropy_part, log_masses(part, t, row, seen, n, lse, nowhere), t, row, seen, n), 0)
-        tl.store(row_entropy + first_row + row, h * LN2, mask=ok_row & (seen > 0))
         limit += usable * most_entropy
         if ROUNDING:
+            h = tl.load(row_entropy + first_row + row, mask=ok_row, other=0.0).to(tl.float32) * LOG2E
             limit = usable * tl.maximum(0.5 * h, SMALLEST_LIMIT)
         each = limit / tiles
         below = tl.minimum(below, tl.log2(each / (2.0 * tl.log2(W / each))))

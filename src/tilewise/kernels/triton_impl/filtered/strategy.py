@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import torch
 
+from tilewise.kernels.backend import FilterGroup
 from tilewise.kernels.precision import matmul_precision
-from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, Stats
+from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, PairShape, PairSpec, Stats
 from tilewise.kernels.triton_impl.filtered.backward import FilterBackward
-from tilewise.kernels.triton_impl.filtered.forward import FilterForward
+from tilewise.kernels.triton_impl.filtered.forward import FilterForward, sample_rows
 from tilewise.kernels.triton_impl.scores import on_device
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
@@ -26,17 +27,23 @@ from tilewise.options import TileOptions
 class TritonFilter:
     """The capability `filtered` of the Triton backend."""
 
-    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
+    def sample_rows(self, shape: PairShape, options: TileOptions) -> int:
+        """The number of rows that a call of this shape probes."""
+        return sample_rows(shape, options)
+
+    def forward(
+        self, pair: Pair, spec: PairSpec, options: TileOptions, *, group: FilterGroup | None = None
+    ) -> tuple[Stats, FilterPlan]:
         """The statistics of all pairs, and the plan of the entries that backward drops."""
         with on_device(pair.a), torch.no_grad():
-            return FilterForward(pair, spec, options).run()[:2]
+            return FilterForward(pair, spec, options, group=group).run()[:2]
 
     def forward_saving(
-        self, pair: Pair, spec: PairSpec, options: TileOptions
+        self, pair: Pair, spec: PairSpec, options: TileOptions, *, group: FilterGroup | None = None
     ) -> tuple[Stats, FilterPlan, SavedColumns | None]:
         """`forward`, and the saved exponentials of the exact case."""
         with on_device(pair.a), torch.no_grad():
-            return FilterForward(pair, spec, options, save=True).run()
+            return FilterForward(pair, spec, options, save=True, group=group).run()
 
     def backward(
         self,
@@ -49,6 +56,7 @@ class TritonFilter:
         options: TileOptions,
         *,
         saved: object | None = None,
+        grad_dtype: torch.dtype | None = None,
     ) -> Grads | None:
         """Gradients of the kept entries. The host waits once, for their number.
 
@@ -60,7 +68,7 @@ class TritonFilter:
             if saved is not None and saved.probed_exact is not None and saved.probed_exact():
                 return None
             with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
-                grads = FilterBackward(pair, spec, options).run(stats, plan, grad, needs, saved)
+                grads = FilterBackward(pair, spec, options).run(stats, plan, grad, needs, saved, grad_dtype)
         if grads is None and saved is not None:
             saved.forget()
         return grads
