@@ -92,10 +92,39 @@ def liger_head() -> Head:
     return head
 
 
+def verl_head() -> Head:
+    """verl's Triton head, with its default backward."""
+    function = importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+    return lambda hidden, weight, target: function(hidden, weight, target, 1.0, "none")
+
+
+def unsloth_head() -> Head:
+    """Unsloth zoo's fused head."""
+    function = importlib.import_module("unsloth_zoo.fused_losses.fused_linear").fused_linear_logprobs
+    return partial(function, return_entropy=True)
+
+
+def liger_scaled_head() -> Head:
+    """Liger's head with both statistics. On Hopper it runs a kernel that needs NVIDIA's CUTLASS DSL."""
+    module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    if torch.cuda.is_available():
+        module._resolve_implementation(torch.device("cuda"))  # raises ImportError without the CUTLASS DSL
+    function = module.LigerFusedLinearScaledCrossEntropyFunction
+
+    def head(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        minus_log_prob, entropy = function.apply(hidden, weight, target, return_entropy=True)
+        return -minus_log_prob, entropy
+
+    return head
+
+
 METHODS: dict[str, Callable[[], Head]] = {
     "tilewise": lambda: tilewise_head,
     SMALL: lambda: partial(tilewise_head, options=tw.TileOptions(workspace_mib=256)),
     "TRL": trl_head,
+    "verl": verl_head,
+    "Unsloth zoo": unsloth_head,
+    "Liger": liger_scaled_head,
     ALONE: liger_head,
     "torch.compile, bf16 logits": compiled_head,
     "eager, bf16 logits": lambda: eager_head,
@@ -245,7 +274,7 @@ def run_peaked(shape: Shape, device: torch.device, turns: int, seconds: float) -
     return run_shape(vocabulary(*shape, kind, scores="peaked"), device, turns, seconds)
 
 
-BENCHMARK = ShapesBenchmark("heads", SHAPES, QUICK, run_peaked, table, PAGE, turns=20)
+BENCHMARK = ShapesBenchmark("heads", SHAPES, QUICK, run_peaked, table, PAGE, turns=10)
 
 if __name__ == "__main__":
     BENCHMARK.main(__doc__ or "")

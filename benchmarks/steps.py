@@ -8,8 +8,9 @@
 A step is forward and backward, without the optimizer's, which is the same for all. The models have the shapes of
 transformers' configurations and random weights: nothing is downloaded. Language models take sequences of 4,096 tokens
 in bfloat16, with gradient checkpointing. Retrieval takes BERT-base, 8,192 pairs and a gradient cache. Every option is
-at its default. Time: the median of shuffled turns. Memory: the peak of a step above the weights, gradients included.
-The loss is recorded, so that a method that computes something else is noticed.
+at its default. Each method runs twice to warm up, then the methods take turns in shuffled orders. Time: the median of
+the turns. Memory: the largest peak of a turn above the weights, gradients included. The loss is recorded, so that a
+method that computes something else is noticed. The file is written after each case.
 
 `python -m reproductions.train_step` has the steps of a CLIP model (ViT-B/16). Results:
 benchmarks/results/steps-<device>.json.
@@ -20,8 +21,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,16 +81,71 @@ class StepCase:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """What is compared."""
-        return LANGUAGE_METHODS if self.is_language else RETRIEVAL_METHODS
+        """What is compared. The step without a head is run for the smaller batch only."""
+        if not self.is_language:
+            return RETRIEVAL_METHODS
+        return LANGUAGE_METHODS if self.batch == min(BATCHES) else LANGUAGE_METHODS[:-1]
 
 
 CASES = (*(StepCase(model, batch) for model in LANGUAGE for batch in BATCHES), StepCase("BERT-base", PAIRS))
 
 
-def run_case(
-    case: StepCase, device: torch.device, turns: int, budget_s: float, methods: Sequence[str], small: bool
-) -> list[Row]:
+@dataclass(frozen=True)
+class Turn:
+    """Time and peak memory of one step. A CPU has no peak."""
+
+    ms: float
+    peak_bytes: int | None
+
+
+def one_turn(step: measure.Step, device: torch.device) -> Turn:
+    """Run a step once. Unlike in `measure`, no untimed step comes first: these steps are long enough."""
+    step.clear()
+    gc.collect()
+    if device.type != "cuda":
+        start = time.perf_counter()
+        step()
+        return Turn(1e3 * (time.perf_counter() - start), None)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    step()
+    last.record()
+    measure.synchronize(device)
+    return Turn(first.elapsed_time(last), torch.cuda.max_memory_allocated(device) - before)
+
+
+def take_turns(
+    steps: Mapping[str, measure.Step], device: torch.device, turns: int, warm_ups: int
+) -> dict[str, list[Turn] | measure.Failure]:
+    """Warm up each step, then run them in shuffled orders. A step that fails takes no more turns."""
+    taken: dict[str, list[Turn] | measure.Failure] = {name: [] for name in steps}
+
+    def attempt(name: str, keep: bool) -> None:
+        found = taken[name]
+        if isinstance(found, measure.Failure):
+            return
+        try:
+            turn = one_turn(steps[name], device)
+        except Exception as error:
+            taken[name] = measure.failure_of(error)
+        else:
+            found += [turn] if keep else []
+        steps[name].clear()
+
+    for name in steps:
+        start = time.perf_counter()
+        for _ in range(warm_ups):
+            attempt(name, keep=False)
+        print(f"  {name}: warm after {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    for order in measure.orders(steps, turns):
+        for name in order:
+            attempt(name, keep=True)
+    return taken
+
+
+def run_case(case: StepCase, device: torch.device, turns: int, methods: Sequence[str], small: bool) -> list[Row]:
     """One result for each method."""
     wanted = [method for method in case.methods if method in methods]
     batch, length = (SMALL_BATCH, SMALL_LENGTH) if small else (case.batch, LENGTH)
@@ -97,22 +155,23 @@ def run_case(
     else:
         built = retrieval_steps(batch, device, wanted, small)
     steps = {name: step for name, step in built.items() if isinstance(step, measure.Step)}
-    times = measure.time_in_turns(steps, device, repeats=turns, budget_s=budget_s, least=1 if small else 3)
+    taken = take_turns(steps, device, turns, warm_ups=1 if small else 2)
     rows = []
     for method in wanted:
         row: Row = {"case": case.name, "model": case.model, "items": items, "method": method}
-        step, outcome = built[method], times.get(method)
+        step, outcome = built[method], taken.get(method)
         if isinstance(step, peers.PeerAbsent):
             row |= {"status": "absent", "reason": str(step)}
         elif isinstance(outcome, measure.Failure):
             row |= {"status": outcome.status, "reason": outcome.reason}
-        elif outcome is not None:
-            row |= {"status": "ok", **asdict(outcome), "items_per_s": 1e3 * items / outcome.median_ms}
-            if device.type == "cuda":
-                row["peak_bytes"] = measure.cuda_peak_bytes(step, device)
+        elif outcome:
+            timing = measure.summarize([turn.ms for turn in outcome])
+            row |= {"status": "ok", **asdict(timing), "items_per_s": 1e3 * items / timing.median_ms}
+            peaks = [turn.peak_bytes for turn in outcome if turn.peak_bytes is not None]
+            if peaks:
+                row["peak_bytes"] = max(peaks)
             if step.value is not None and method != NO_HEAD:
                 row["loss_value"] = float(step.value)
-            step.clear()
         rows.append(row)
     return rows
 
@@ -215,8 +274,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", help="these methods, separated by semicolons, instead of all")
     parser.add_argument("--add-to", type=Path, help="keep the other rows of this file")
     parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders that hold other libraries")
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--budget-s", type=float, default=6.0, help="about this many seconds per method and case")
+    parser.add_argument("--turns", type=int, default=5, help="timed steps of each method of each case")
     parser.add_argument("--small", action="store_true", help="tiny models, one turn, any device")
     parser.add_argument("--page", action="store_true", help="write tables and charts of the committed results")
     parser.add_argument("--out", type=Path, help="file to write, instead of one in benchmarks/results")
@@ -233,21 +291,25 @@ def main(argv: Sequence[str] | None = None) -> Path | None:
         return None
     for folder in given.peers:
         sys.path.insert(0, str(folder.resolve()))
+    # Without it, a dense step would free and allocate the blocks of the others again while it is timed.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type != "cuda" and not given.small:
         raise SystemExit("this benchmark needs a CUDA device, and torch finds none. Pass --small to try it out")
     chosen = [case for case in CASES if any(word in case.name for word in given.only.lower().split(","))]
     if not chosen:
         raise SystemExit(f"no case has {given.only!r} in its name. There are: {', '.join(case.name for case in CASES)}")
-    turns, budget_s = (1, 0.01) if given.small else (given.turns, given.budget_s)
+    turns = 1 if given.small else given.turns
     methods = given.methods.split(";") if given.methods else (*LANGUAGE_METHODS, *RETRIEVAL_METHODS)
     command = repeatable("benchmarks.steps", sys.argv[1:] if argv is None else argv)
     earlier = rows_of_file(given.add_to, device_name(device))
-    report = describe("steps", device, command, turns, budget_s, commit=commit_of(given.commit))
+    report = describe("steps", device, command, turns, 0.0, commit=commit_of(given.commit))
+    del report["budget_s"]  # the number of turns does not depend on the time
     path = given.out or given.add_to or RESULTS / f"steps-{slug(report['device'])}.json"
     fresh: list[Row] = []
-    for case in chosen:
-        fresh += run_case(case, device, turns, budget_s, methods, given.small)
+    for case in sorted(chosen, key=lambda case: (not case.is_language, case.items)):
+        print(f"measuring {case.name}", file=sys.stderr, flush=True)
+        fresh += run_case(case, device, turns, methods, given.small)
         report["results"] = merged(earlier, fresh)
         write(path, report)
         for row in fresh:

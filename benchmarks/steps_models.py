@@ -180,7 +180,8 @@ def retrieval_steps(
         except ImportError as error:
             steps[method] = peers.PeerAbsent(f"sentence_transformers cannot be imported: {error}")
             continue
-        cached = module.CachedMultipleNegativesRankingLoss(model, scale=1 / TEMPERATURE, mini_batch_size=chunk)
+        whole = nn.Sequential(model)  # as its own models, which are sequences of modules
+        cached = module.CachedMultipleNegativesRankingLoss(whole, scale=1 / TEMPERATURE, mini_batch_size=chunk)
         sides = [{"input_ids": query}, {"input_ids": document}]
         steps[method] = Step(partial(cached, sides, None), weights)
     return steps

@@ -12,11 +12,14 @@ from benchmarks.shapes import ShapesBenchmark
 
 from benchmarks import budgets, distillation, heads
 
+ON_A_CPU = [name for name in heads.METHODS if name != "verl" and not name.startswith("torch.compile")]
+PACKAGES = {"TRL": "trl", heads.ALONE: "liger_kernel", "Liger": "liger_kernel", "Unsloth zoo": "unsloth_zoo"}
 
-@pytest.mark.parametrize("name", [name for name in heads.METHODS if not name.startswith("torch.compile")])
+
+@pytest.mark.parametrize("name", ON_A_CPU)
 def test_heads_agree(name: str) -> None:
-    if name in ("TRL", heads.ALONE):
-        pytest.importorskip("trl" if name == "TRL" else "liger_kernel")
+    if package := PACKAGES.get(name):
+        pytest.importorskip(package)
     x = make_inputs(vocabulary(40, 16, 300, "float32"), torch.device("cpu"))
     x["advantage"], x["bonus"] = torch.randn(40), torch.randn(40)
     found = heads.errors(heads.METHODS[name](), x, heads.reference(x))

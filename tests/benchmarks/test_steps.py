@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.measure import Step
+from benchmarks.measure import Failure, Step
 
 from benchmarks import steps, steps_models
 
@@ -56,6 +56,26 @@ def test_a_published_shape_has_its_number_of_weights() -> None:
         for name, billions in (("Llama-3.2-1B", 1.24), ("Qwen3-0.6B", 0.60), ("Gemma-3-1B", 1.00)):
             model = steps_models.language_model(name, torch.device("meta"), small=False)
             assert abs(sum(weight.numel() for weight in model.parameters()) / 1e9 - billions) < 0.005
+
+
+def test_a_step_that_fails_takes_no_more_turns() -> None:
+    calls: list[str] = []
+
+    def works() -> torch.Tensor:
+        calls.append("works")
+        return torch.zeros(())
+
+    def fails() -> torch.Tensor:
+        calls.append("fails")
+        if calls.count("fails") == 3:
+            raise MemoryError("no memory")
+        return torch.zeros(())
+
+    taken = steps.take_turns({"works": Step(works), "fails": Step(fails)}, CPU, turns=4, warm_ups=2)
+    assert isinstance(taken["works"], list)
+    assert len(taken["works"]) == 4
+    assert taken["fails"] == Failure("oom", "no memory")
+    assert (calls.count("works"), calls.count("fails")) == (6, 3)
 
 
 def test_the_command_writes_and_merges(tmp_path: Path) -> None:

@@ -103,7 +103,8 @@ WIDE += ("all but the picked",)
 QUICK = "clip", "cross entropy, saved"
 ON_HOPPER = "clip, wide", "cross entropy, bias", "cross entropy, if not filtered", "tokens, picked"  # as others
 ON_HOPPER += ("all but the picked", "tokens, by default")
-FEW = {"forward_kernel", "gradient_kernel"}  # those of `QUICK`
+ONE_SHIFT = {"row_shift"}  # of the rows, and none of the columns
+FEW = {"forward_kernel", "merge_kernel", "gradient_kernel"}  # those of `QUICK`
 
 
 def functions_of(present):
@@ -123,6 +124,8 @@ def kernels_over_tiles(loss, stats, sizes, wide_sizes):
 def small_kernels(loss, kind, sizes):
     """(kernel, constants, optional arguments that are not None)."""
     found = [(forward.merge_kernel, MERGE | {"R": sizes.rows, "C": sizes.cols}, set())]
+    if loss == "clip":
+        found += [(*found[0][:2], ONE_SHIFT)]
     if kind in (DIAGONAL, ONE):
         found += [(positive.positive_kernel, {}, {"num_positives"}), (positive.positive_gradient_kernel, {}, set())]
     if loss == "tokens, picked":
@@ -166,11 +169,14 @@ def main() -> None:
                 made = compiled_tiles(kernel, shared, present, dtype, capability, own, types=types)
                 show(capability, kernel.__name__, made, own.programs, loss=loss, dtype=dtype)
             for kernel, constants, more in (
-                small_kernels(loss, kind, sizes) if every and not cannot_compile(capability) else ()
+                small_kernels(loss, kind, sizes) if not cannot_compile(capability) else ()
             ):
+                if not every and kernel.__name__ not in FEW:
+                    continue
                 constants = shared | {"P": 64, "K": 64} | constants
                 made = compiled(kernel, constants, present | more, dtype, capability)
-                show(capability, kernel.__name__, made, loss=loss, dtype=dtype)
+                name = f"{loss}, one shift" if more == ONE_SHIFT else loss
+                show(capability, kernel.__name__, made, loss=name, dtype=dtype)
         if every:
             row = row_for(capability, dtype)
             for sizes in {row.gradient, row.gradient_wide or row.gradient}:

@@ -39,7 +39,7 @@ SCRIPTS = {
     },
 }
 FEW = {
-    "compile_two_pass": {"forward_kernel", "gradient_kernel"},
+    "compile_two_pass": {"forward_kernel", "merge_kernel", "gradient_kernel"},
     "compile_filtered": {"mass_kernel", "pair_kernel", "column_kernel"},
     "compile_ranks": {"count_kernel", "search_kernel"},
     "compile_guided": {"guided_forward_kernel", "guided_gradient_kernel", "stored_jsd_kernel"},

@@ -98,12 +98,14 @@ def _wrapped(local: Tensor, mesh: Any, placements: Any, shape: Any, stride: Any)
 def reduced(part: Any, placements: Sequence[Any] | None = None) -> Any:
     """``part`` with other placements, by default replicated: one reduction for each dimension on which it is partial.
 
-    Torch warns if one step reduces over two dimensions.
+    Torch warns if one step reduces over two dimensions. The strided shards of a weight that is sharded for tensor
+    parallelism and for FSDP are parts of the other dimension's shards, so they are made last: torch 2.11 refuses to
+    make them of anything else.
     """
     placements = placements_of("R" * part.device_mesh.ndim) if placements is None else placements
     now = list(part.placements)
-    for i, placement in enumerate(part.placements):
-        if placement.is_partial() and now != list(placements):
+    for i in sorted(range(len(now)), key=lambda i: symbol(placements[i]).startswith("T")):
+        if now[i] != placements[i] and (now[i].is_partial() or now[i].is_replicate()):
             now[i] = placements[i]
             part = part.redistribute(placements=now)
     return part.redistribute(placements=placements)

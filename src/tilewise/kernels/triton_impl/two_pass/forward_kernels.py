@@ -335,29 +335,29 @@ def merge_kernel(row_shift, col_shift, row_part, col_part, tops, only_if,  # in
         at = program * BLOCK + tl.arange(0, BLOCK)
         ok = at < n
         part, size = row_part, row_parts * n
-        mine = Rows(at, ok, n, row_parts, first, row_shift, row_entropy, row_sum_sq, row_top, row_top_col)
+        of_rows = Rows(at, ok, n, row_parts, first, row_shift, row_entropy, row_sum_sq, row_top, row_top_col)
         if (ROWS + SOFTPLUS) & STATS:
             part += size
         if SOFTPLUS & STATS:
-            fold_sum(row_part, row_softplus, mine, ROW_FIRST)
+            fold_sum(row_part, row_softplus, of_rows, ROW_FIRST)
         if MANY == POSITIVE:
-            fold_sum(part, row_pos, mine, ROW_FIRST)
+            fold_sum(part, row_pos, of_rows, ROW_FIRST)
             part += size
         if ROW_SUM & STATS:
-            fold_sum(part, row_sum, mine, ROW_FIRST)
+            fold_sum(part, row_sum, of_rows, ROW_FIRST)
             part += size
         if ROWS & STATS:
             shift = row_shift
             if len(SHARES) + len(FOLDS) > 0:  # subtracted already
                 shift = None
             top = tops + (program * BLOCK // R) * row_parts
-            part = fold_log(row_part, top, 1, shift, row_lse, part, mine, SHARES, ROW_FIRST)
+            part = fold_log(row_part, top, 1, shift, row_lse, part, of_rows, SHARES, ROW_FIRST)
             for i in tl.static_range(len(FOLDS)):
-                part = FOLDS[i](mine, part, ROW_FIRST, LAST)
+                part = FOLDS[i](of_rows, part, ROW_FIRST, LAST)
     elif col_part is not None:
         begin = (program - row_blocks) * BLOCK
         at = begin + tl.arange(0, BLOCK)
-        mine = Rows(at, at < m, m, col_parts, first, col_shift, None, None, None, None)
-        fold_log(col_part, tops + begin // C, row_parts * STRIP, col_shift, col_lse, col_part, mine, (), COL_FIRST)
+        of_cols = Rows(at, at < m, m, col_parts, first, col_shift, None, None, None, None)
+        fold_log(col_part, tops + begin // C, row_parts * STRIP, col_shift, col_lse, col_part, of_cols, (), COL_FIRST)
         if (MANY == POSITIVE) and (MIRROR & STATS):
-            fold_sum(col_part + col_parts * m, col_pos, mine, COL_FIRST)
+            fold_sum(col_part + col_parts * m, col_pos, of_cols, COL_FIRST)
