@@ -263,7 +263,7 @@ def test_only_the_ring_moves_tensors():
         ("losses.clip", "from tilewise.kernels.torch_impl.backend import TorchBackend"),
         ("ops.route", "from tilewise.kernels.triton_impl.backend import TritonBackend"),
         ("kernels.ranks", "def f():\n    from tilewise.kernels.torch_impl import ranks"),
-        ("kernels.torch_impl.filtered", "from tilewise.kernels.triton_impl import sizes"),
+        ("kernels.torch_impl.tiles", "from tilewise.kernels.triton_impl import sizes"),
         ("losses.clip", "from tilewise.kernels.registry import choose_backend"),
         ("losses.clip", "from tilewise import ring"),
         ("ring.blocks", "from tilewise.kernels.spec import Stats"),

@@ -65,7 +65,6 @@ HALVINGS = 12  # bisection steps for a row's threshold; its first interval spans
 DENSE_SHARE = 0.17  # if more than this fraction of the entries is kept, computing all is faster (tiles of 256 columns)
 PROBED_SHARE = 0.88  # of DENSE_SHARE: the filter is not used if the sampled rows keep more than 0.15 of their entries
 ROUNDING_SHARE = 0.25  # fraction of the tolerance that the rounding of a score may reach
-NORM_ELEMENTS = 2**22  # elements whose norms are computed at a time on a CPU, which converts half types first
 # A sample has one in 64 rows, rounded down to a power of 2, at least 16 and at most 128.
 MOST_PROBED, FEWEST_PROBED, ROWS_PROBED = 128, 16, 64
 
@@ -172,9 +171,7 @@ def rounding_exceeds(pair: Pair, tolerance: float) -> Tensor:
 
 def _largest_norm(x: Tensor, valid: Tensor | None) -> Tensor:
     """The largest norm of the rows of x, or of those that ``valid`` marks: 0-d."""
-    step = x.shape[0] if x.device.type != "cpu" else max(1, NORM_ELEMENTS // max(x.shape[1], 1))
-    norms = [torch.linalg.vector_norm(rows, dim=1, dtype=stat_dtype(x.dtype)) for rows in x.split(max(step, 1))]
-    norm = torch.cat(norms)
+    norm = torch.linalg.vector_norm(x, dim=1, dtype=stat_dtype(x.dtype))
     return (norm if valid is None else torch.where(valid, norm, 0.0)).amax()
 
 

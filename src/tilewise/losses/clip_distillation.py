@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.clip import NAMES
 from tilewise.losses.entry import entry
-from tilewise.losses.module import settings_of
+from tilewise.losses.module import LossModule
 from tilewise.losses.sharded import Pairs
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
@@ -101,8 +101,10 @@ def clip_distillation_loss(
     return reduce_rows(loss_n, reduction, name)
 
 
-class ClipDistillationLoss(nn.Module):
+class ClipDistillationLoss(LossModule):
     """`clip_distillation_loss` as a Module that stores the settings."""
+
+    function = staticmethod(clip_distillation_loss)
 
     def __init__(
         self,
@@ -112,25 +114,4 @@ class ClipDistillationLoss(nn.Module):
         group: torch.distributed.ProcessGroup | None = None,
         options: TileOptions | None = None,
     ) -> None:
-        super().__init__()
-        self.settings = settings_of(locals())
-
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: float | Tensor,
-        teacher_image_features: Tensor,
-        teacher_text_features: Tensor,
-        teacher_logit_scale: float | Tensor,
-    ) -> Tensor:
-        """See `clip_distillation_loss`."""
-        return clip_distillation_loss(
-            image_features,
-            text_features,
-            logit_scale,
-            teacher_image_features,
-            teacher_text_features,
-            teacher_logit_scale,
-            **self.settings,
-        )
+        super().__init__(locals())
