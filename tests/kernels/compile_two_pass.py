@@ -171,9 +171,7 @@ def main() -> None:
                     continue
                 made = compiled_tiles(kernel, shared, present, dtype, capability, own, types=types)
                 show(capability, kernel.__name__, made, own.programs, loss=loss, dtype=dtype)
-            for kernel, constants, more in (
-                small_kernels(loss, kind, sizes) if not cannot_compile(capability) else ()
-            ):
+            for kernel, constants, more in small_kernels(loss, kind, sizes) if not cannot_compile(capability) else ():
                 if not every and kernel.__name__ not in FEW:
                     continue
                 constants = shared | {"P": 64, "K": 64} | constants
