@@ -232,7 +232,7 @@ def test_only_the_executor_reads_addresses():
 
 
 def test_steps_are_launched_by_the_executor_only():
-    """Two passes and one pass add steps to a program. Only the filter, ranks and search launch at once."""
+    """Two passes and one pass add steps to a program. Only the filter, ranks and search launch at once, and round."""
     found, folder = {}, ROOT / "kernels" / "triton_impl"
     for path in folder.rglob("*.py"):
         for owner in ast.walk(ast.parse(path.read_text())):
@@ -241,7 +241,7 @@ def test_steps_are_launched_by_the_executor_only():
             calls = [node.func for node in ast.walk(owner) if isinstance(node, ast.Call)]
             if any(isinstance(call, ast.Name) and call.id in ("launch", "compiled_launch") for call in calls):
                 found.setdefault(str(path.relative_to(folder)), set()).add(owner.name)
-    assert found.keys() == {"launch.py", "program.py", "ranks.py", "nearest.py", "filtered/forward.py"}
+    assert found.keys() == {"launch.py", "program.py", "ranks.py", "nearest.py", "filtered/forward.py", "tf32.py"}
     assert not any("__init__" in names for names in found.values())
 
 

@@ -185,10 +185,8 @@ def test_explain_shows_the_copy():
 
 
 @pytest.mark.skipif(tf32.VERSION < (3, 7), reason="loads cannot round")
-def test_loads_round_where_they_can(monkeypatch):
-    monkeypatch.setattr(tf32, "LOADS_ROUND", tf32.tl.constexpr(True))
+def test_loads_round_where_they_can():
     values = torch.zeros(32, 32)
-    assert tf32.rounded(values, "tf32") is values
-    assert tf32.tensor_descriptor(values, (16, 16), "tf32").round_f32_to_tf32
+    assert tf32.tensor_descriptor(values, (16, 16), "tf32", loads_round=True).round_f32_to_tf32
     for tensor, exact in ((values, "tf32x3"), (values, None), (values.half(), "tf32")):
-        assert not tf32.tensor_descriptor(tensor, (16, 16), exact).round_f32_to_tf32
+        assert not tf32.tensor_descriptor(tensor, (16, 16), exact, loads_round=True).round_f32_to_tf32

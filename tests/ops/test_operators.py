@@ -400,10 +400,10 @@ def test_own_scores(masked, monkeypatch):
     a = torch.randn(30, 8, dtype=torch.float64, requires_grad=True)
     own = torch.randn(30, 5, 8, dtype=torch.float64, requires_grad=True)
     keep = torch.rand(30, 5) > 0.5 if masked else None
-    assert torch.autograd.gradcheck(lambda a, own: own_scores(a, own, keep), (a, own))
+    assert torch.autograd.gradcheck(lambda a, own: own_scores(a, own, keep, "highest"), (a, own))
     want = torch.einsum("nd,nkd->nk", a, own)
-    assert_close(own_scores(a, own, keep), want if keep is None else want * keep, 1e-12)
-    torch.library.opcheck(torch.ops.tilewise.own_scores.default, (a, own, keep))
+    assert_close(own_scores(a, own, keep, "highest"), want if keep is None else want * keep, 1e-12)
+    torch.library.opcheck(torch.ops.tilewise.own_scores.default, (a, own, keep, "highest"))
 
 
 # Which backend --------------------------------------------------------------------------------------------------

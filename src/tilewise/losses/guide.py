@@ -71,10 +71,10 @@ class CheckedGuide:
         """The fields of `PairKeys` for queries against shared negatives."""
         return self.keys() | {"guide_b": self.negatives}
 
-    def excludes_own(self) -> Tensor:
+    def excludes_own(self, precision: str) -> Tensor:
         """Which of each query's own negatives are left out: (n, K) bool."""
         assert self.negatives is not None
-        return own_scores(self.query, self.negatives, None) > self.limit[:, None]
+        return own_scores(self.query, self.negatives, None, precision) > self.limit[:, None]
 
 
 def check_guide(guide: Guide | None, a: Tensor, negatives: Tensor | None) -> CheckedGuide | None:

@@ -192,7 +192,7 @@ def info_nce(
     else:
         keys = full_keys()
         shift = keys.row_shift
-        own_n = scale * own_scores(a, b[:, None, :], None).squeeze(1)
+        own_n = scale * own_scores(a, b[:, None, :], None, options.precision).squeeze(1)
         pos = _shifted((own_n if bias is None else own_n + bias)[:, None], shift).squeeze(1)
         if not decoupled:
             parts.append(pos[:, None])
@@ -213,14 +213,14 @@ def info_nce(
         # With row_pos from the same call, gradients of half types that cancel do so before they are rounded.
         other = above(stats.row_lse, pos if decoupled else stats.row_pos)
     if negatives is not None and negatives.dim() == 3:
-        own_nk = own_scores(a, negatives, negative_mask)
+        own_nk = own_scores(a, negatives, negative_mask, options.precision)
         x_nk = _shifted(scale * own_nk, shift)
         if harder.hard:
             x_nk = x_nk + harder.hard * own_nk.detach()
         if negative_mask is not None:
             x_nk = x_nk.masked_fill(~negative_mask, -torch.inf)
         if guided is not None:
-            x_nk = x_nk.masked_fill(guided.excludes_own(), -torch.inf)
+            x_nk = x_nk.masked_fill(guided.excludes_own(options.precision), -torch.inf)
         parts.append(x_nk)
     elif negatives is not None:
         ids = query_id, negative_id

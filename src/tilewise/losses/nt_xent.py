@@ -125,7 +125,7 @@ def nt_xent(
         sample = shard_of_columns(z, must_match, name)[0] + index % max(rows // 2, 1)
         apart = keys._replace(row_key=None, row_skip=sample, col_skip=sample)
         stats = pair_stats(z, None, scale, keys=apart, spec=OTHERS, **how)
-        pos = scale * own_scores(z, z.roll(rows // 2, 0)[:, None, :], None).squeeze(1)
+        pos = scale * own_scores(z, z.roll(rows // 2, 0)[:, None, :], None, options.precision).squeeze(1)
         pos = pos if shift is None else pos - shift
     else:
         spec = replace(SPEC, local_keys=True, in_range=False) if name else SPEC

@@ -88,20 +88,20 @@ def target_cosines(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
     return cosine
 
 
-def own_scores(a: Tensor, own: Tensor, keep: Tensor | None) -> Tensor:
-    """<a_i, own_ik> for the k columns of each row: (n, k), 0 where ``keep`` is False.
+def own_scores(a: Tensor, own: Tensor, keep: Tensor | None, precision: str) -> Tensor:
+    """<a_i, own_ik> for the k columns of each row: (n, k), 0 where ``keep`` is False. See `TileOptions.precision`.
 
-    Products of vectors wait for memory, so they are in full float32 even if TF32 is permitted. Whatever lies behind a
+    On a GPU in full float32 even if TF32 is permitted: products of vectors wait for memory. Whatever lies behind a
     False, NaN included, reaches neither the scores nor a gradient.
     """
     if holds_numbers(a):
-        scores: Tensor = _OwnScores.apply(a, own, keep)
+        scores: Tensor = _OwnScores.apply(a, own, keep, precision)
         return scores
-    return torch.ops.tilewise.own_scores(a, own, keep)
+    return torch.ops.tilewise.own_scores(a, own, keep, precision)
 
 
-def _own_scores(a: Tensor, own: Tensor, keep: OptTensor) -> Tensor:
-    with without_autocast(a), matmul_precision("highest"):
+def _own_scores(a: Tensor, own: Tensor, keep: OptTensor, precision: str) -> Tensor:
+    with without_autocast(a), matmul_precision("highest" if a.is_cuda else precision):
         if own.numel() <= CHUNK_ELEMENTS:
             return _some_scores(a, own, keep)
         out = a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype))
@@ -120,8 +120,8 @@ def _kept(own: Tensor, keep: Tensor | None) -> Tensor:
     return kept if keep is None else torch.where(keep[:, :, None], kept, 0.0)
 
 
-def _own_grads(a: Tensor, own: Tensor, keep: OptTensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    with without_autocast(a), matmul_precision("highest"):
+def _own_grads(a: Tensor, own: Tensor, keep: OptTensor, precision: str, grad: Tensor) -> tuple[Tensor, Tensor]:
+    with without_autocast(a), matmul_precision("highest" if a.is_cuda else precision):
         if own.numel() <= CHUNK_ELEMENTS:
             return _some_grads(a, own, keep, grad)
         grad_a, grad_own = torch.empty_like(a), torch.empty_like(own)
@@ -139,30 +139,32 @@ def _some_grads(a: Tensor, own: Tensor, keep: Tensor | None, grad: Tensor) -> tu
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.precision = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _pull_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _pull_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     saved = ctx.saved_tensors
     # With create_graph the gradients may be differentiated again, as those of the registered operator can be.
     eager = holds_numbers(saved[0]) and not torch.is_grad_enabled()
     compute: Callable[..., tuple[Tensor, Tensor]] = _own_grads if eager else torch.ops.tilewise.own_grads
-    grad_a, grad_own = compute(*saved, grad)
+    grad_a, grad_own = compute(*saved, ctx.precision, grad)
     needs_a, needs_own = ctx.needs_input_grad[:2]
-    return grad_a if needs_a else None, grad_own if needs_own else None, None
+    return grad_a if needs_a else None, grad_own if needs_own else None, None, None
 
 
 def _save_grads(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs)
+    a, own, keep, ctx.precision, grad = inputs
+    ctx.save_for_backward(a, own, keep, grad)
 
 
-def _pull_back_grads(ctx: Any, along_a: Tensor, along_own: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
+def _pull_back_grads(ctx: Any, along_a: Tensor, along_own: Tensor) -> tuple[Tensor, Tensor, None, None, Tensor]:
     """The gradients of a' = sum_k g_ik own_ik and own'_ik = g_ik a_i, which are linear in g, in a and in own."""
     a, own, keep, grad = ctx.saved_tensors
     scores, grads = torch.ops.tilewise.own_scores, torch.ops.tilewise.own_grads
-    for_grad = scores(along_a, own, keep) + scores(a, along_own, keep)
-    for_a, for_own = grads(along_a, along_own, keep, grad)
-    return for_a, for_own, None, for_grad
+    for_grad = scores(along_a, own, keep, ctx.precision) + scores(a, along_own, keep, ctx.precision)
+    for_a, for_own = grads(along_a, along_own, keep, ctx.precision, grad)
+    return for_a, for_own, None, None, for_grad
 
 
 plain_operator("own_scores", _own_scores, lambda a, own, *_: a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype)))
@@ -175,9 +177,9 @@ class _OwnScores(Function):
     """`own_scores` without the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, own: Tensor, keep: Tensor | None) -> Tensor:
-        _save(ctx, (a, own, keep), a)
-        return _own_scores(a, own, keep)
+    def forward(ctx: Any, a: Tensor, own: Tensor, keep: Tensor | None, precision: str) -> Tensor:
+        _save(ctx, (a, own, keep, precision), a)
+        return _own_scores(a, own, keep, precision)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

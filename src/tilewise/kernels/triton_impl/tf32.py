@@ -85,9 +85,11 @@ def rounded(features: Tensor, exact: str) -> Tensor:
     return out
 
 
-def tensor_descriptor(tensor: Tensor, block: Any, exact: str | None = None) -> TensorDescriptor:
+def tensor_descriptor(
+    tensor: Tensor, block: Any, exact: str | None = None, *, loads_round: bool = LOADS_ROUND.value
+) -> TensorDescriptor:
     """The descriptor of a tensor that is read or written in blocks. ``exact``: of the products with what is read."""
     more: dict[str, Any] = {}
-    if LOADS_ROUND.value and exact == TF32 and tensor.dtype == torch.float32:
+    if loads_round and exact == TF32 and tensor.dtype == torch.float32:
         more["round_f32_to_tf32"] = True
     return TensorDescriptor.from_tensor(tensor, list(block), **more)
