@@ -193,7 +193,7 @@ def choose_kernel(row_key, place, pick_place, part, entropy_part, skip_if, row_p
     place of the column. If ``skip_if`` is set, no part is read, a row drops nothing, and no statistic is written.
 
     With ``entropy_part`` also the entropy of each row and `FilterPlan.surprise`, and the dropped entropy is at most
-    ``most_entropy`` times usable, in units of log2. With ROUNDING the limits depend on the row: see `filter_plan.limits`.
+    ``most_entropy`` times usable, in units of log2. With ROUNDING the limits depend on the row: see `filter_plan`.
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
     ok_row = row < n
