@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from tests.compare import assert_close
-from tests.dense_filter import DenseFilter
+from tests.dense_filter import DenseFilter, places_of
 from tests.kernels.interpreted import BACKEND, IN_THE_INTERPRETER
 
 from tilewise.kernels import filter_plan as plans
@@ -116,7 +116,7 @@ def test_picked_columns(softcap, entropy):
     check(pair, with_entropy(grad) if entropy else grad, softcap=softcap, row_entropy=entropy, row_picked=True)
     spec = PairSpec(row_lse=True, positive="one", drop_rows=True, row_picked=True)
     _, plan = TritonFilter().forward(pair, spec, OPTIONS)
-    place = plans.places_of(plan.order, pair, pick)
+    place = places_of(plan.order, pair, pick)
     kept = plan.mass[(place // plans.tile_width(331)).clamp(min=0), torch.arange(70)[:, None]] < 0
     assert kept[valid & (place >= 0)].all()
 

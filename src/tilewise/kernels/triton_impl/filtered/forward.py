@@ -107,7 +107,7 @@ class FilterForward(FilterCall):
         self.known |= {"HALVINGS": plans.HALVINGS, "ROUNDING": self.rounding}
 
     def _rounding_exceeds(self) -> Tensor:
-        """`filter_plan.rounding_exceeds`, with less work on the host. 2 if ``pair.only_if`` is not 1."""
+        """1 if the rounding of scores may exceed its share of the tolerance; 2 if ``pair.only_if`` is not 1."""
         pair, features = self.pair, min(NORM_FEATURES, triton.next_power_of_2(self.d))
         row_programs = cdiv(self.n, NORM_ROWS)
         programs = row_programs + cdiv(self.m, NORM_ROWS)
