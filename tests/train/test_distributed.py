@@ -88,16 +88,21 @@ def test_an_environment_without_numbers_is_refused(two_gpus, monkeypatch, name, 
 def test_a_first_rank_that_nobody_can_reach_is_named(monkeypatch):
     """Torch alone waits for half an hour, and no signal ends it."""
     set_ranks(monkeypatch, 1, 2)
-    monkeypatch.setattr(distributed, "JOIN_S", 0.5)
     port = str(free_port())
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
         monkeypatch.setenv(name, value)
-    with pytest.raises(
-        GroupError, match=rf"of 2 ranks: nothing has answered at 127\.0\.0\.1:{port} .*Start rank 0 there"
-    ):
-        join_world("cpu")
+    said = rf"of 2 ranks: nothing has answered at 127\.0\.0\.1:{port} .*Start rank 0 there"
+    with pytest.raises(GroupError, match=said):
+        distributed._wait_for_first_rank(2, 0.5)
     with socket.create_server(("127.0.0.1", int(port))):
         distributed._wait_for_first_rank(2)
+
+    def refuse(size):
+        raise Joined(f"waits for rank 0 of {size}")
+
+    monkeypatch.setattr(distributed, "_wait_for_first_rank", refuse)
+    with pytest.raises(Joined, match="waits for rank 0 of 2"):
+        join_world("cpu")
 
 
 @pytest.mark.parametrize("name, value", [("MASTER_ADDR", None), ("MASTER_PORT", None), ("MASTER_PORT", "x")])

@@ -117,12 +117,12 @@ def join_world(device_name: str) -> World:
     return World(dist.get_rank(), dist.get_world_size(), device, dist.group.WORLD)
 
 
-def _wait_for_first_rank(size: int) -> None:
+def _wait_for_first_rank(size: int, seconds: float = JOIN_S) -> None:
     """Block until something listens where the environment says that rank 0 is. Unlike torch's wait, signals end it."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if os.environ.get("RANK", "0") == "0" or not host or not port.isdecimal():
         return
-    until = time.monotonic() + JOIN_S
+    until = time.monotonic() + seconds
     while True:
         try:
             socket.create_connection((host, int(port)), timeout=5.0).close()
@@ -131,7 +131,7 @@ def _wait_for_first_rank(size: int) -> None:
             if time.monotonic() > until:
                 raise GroupError(
                     f"cannot join the process group of {size} ranks: nothing has answered at {host}:{port} "
-                    f"(MASTER_ADDR, MASTER_PORT) for {JOIN_S:g} seconds: {error}. Start rank 0 there, and check that "
+                    f"(MASTER_ADDR, MASTER_PORT) for {seconds:g} seconds: {error}. Start rank 0 there, and check that "
                     "this machine can reach it; or start all ranks with torchrun"
                 ) from error
             time.sleep(0.2)
