@@ -76,13 +76,15 @@ def charts() -> dict[str, str]:
     }
 
 
-def size_charts() -> dict[str, str]:
+def size_charts(report: dict[str, Any] | None = None) -> dict[str, str]:
     """Time against the batch size from 64 on, by path below docs/; empty where nothing was measured."""
-    if not (RESULTS / SIZES).exists():
-        return {}
-    report, found = load(SIZES), {}
+    if report is None:
+        report = load(SIZES) if (RESULTS / SIZES).exists() else {"results": []}
+    found: dict[str, str] = {}
     for loss, words in IN_SIZES.items():
         rows = [r for r in report["results"] if r["loss"] == loss]
+        if not rows:
+            continue
         title = f"{words}, d = {report['width']}, bf16, {report['device']}: time of a step"
         found[f"drawings/chart-sizes-{loss}.svg"] = lines(rows, "median_ms", title)
     return found

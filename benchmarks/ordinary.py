@@ -259,7 +259,7 @@ def write(kind: str, field: str, rows: list[dict[str, Any]], arguments: argparse
     name = device_name(torch.device(device))
     about = {"device": name, "torch": torch.__version__, "commit": commit_of(arguments.commit)}
     about |= {"width": arguments.width, "threads": torch.get_num_threads(), "note": arguments.note}
-    out = arguments.out or RESULTS / f"{kind}-{name.lower().replace(' ', '-')}.json"
+    out = arguments.out or RESULTS / f"{kind}-{name.lower().replace('(r)', '').replace(' ', '-')}.json"
     cases = ",\n  ".join(json.dumps(row) for row in rows)
     Path(out).write_text(json.dumps(about, indent=1)[:-2] + f',\n "{field}": [\n  {cases}\n ]\n}}\n')
 
