@@ -92,6 +92,12 @@ BAD = {
         ("at most the rows of both classifiers, 6", "got 7", r"Pass the size of the tokenizer, len\(tokenizer\)"),
         lambda: (distil(head=PADDED, classes=6), dense()),
     ),
+    "another shard of the teacher over a group": (
+        lambda: tw.linear_distillation_stats(A, B, T, PADDED, group=SimpleNamespace(group_name="0")),
+        ShapeError,
+        ("over a group both classifiers are sharded over the same classes", r"6 \(student\)", "pass DTensors"),
+        lambda: (distil(head=PADDED[:6]), dense()),
+    ),
     "classes over a group": (
         lambda: tw.linear_distillation_stats(A, B, T, PADDED, classes=6, group=SimpleNamespace(group_name="0")),
         ConfigError,

@@ -1,5 +1,6 @@
 """Bad inputs of the losses and their options: the call, the error type, and what its message must contain."""
 
+import copy
 import math
 import warnings
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests import oracles
 from tests.oracles import nt_xent_dense, siglip_dense, supcon_dense
+from tests.partitioned import partition
 from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
@@ -31,6 +33,8 @@ AWAY = torch.empty(6, 4, device="meta")
 WEIGHT = torch.ones(6, requires_grad=True)
 OPTIONS = tw.TileOptions
 LAYER = torch.nn.Linear(4, 6)
+ZERO3 = partition(copy.deepcopy(LAYER))
+FREED = dict.__getitem__(ZERO3._parameters, "weight")
 LONG, EACH = (8 * A).long(), torch.arange(1.0, 7.0)
 B9 = torch.randn(9, 4, generator=torch.Generator().manual_seed(2))
 CUBE = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(3))  # a classifier for each of three positions
@@ -187,6 +191,12 @@ BAD = {
         lambda: on_mps(tw.retrieval_ranks),
         DeviceError,
         ("queries must be on a device that has float64", "mps", r"\.cpu\(\)"),
+    ),
+    "a parameter that is partitioned": (
+        lambda: cross_entropy(classifier=FREED),
+        ConfigError,
+        ("linear_weight is a whole parameter", "ZeRO-3", r"self\.head\.weight"),
+        lambda: (cross_entropy(classifier=ZERO3.weight), ce(classifier=LAYER.weight)),
     ),
     "a layer for its weight": (
         lambda: cross_entropy(classifier=LAYER),

@@ -179,6 +179,12 @@ def check_floating(name: str, features: Tensor, dims: int, real_part: str = "Pas
             f"{name} holds floating numbers (float16, bfloat16, float32 or float64), got {features.dtype}. {how}"
         )
     if features.dim() != dims:
+        if hasattr(features, "ds_id") and features.numel() == 0:
+            raise ConfigError(
+                f"{name} is a whole parameter, got one that DeepSpeed ZeRO-3 has partitioned and not gathered. Call "
+                "the loss in the forward of the model that DeepSpeed runs, and read the parameter there as an "
+                "attribute of its module (self.head.weight): DeepSpeed then gathers it, in backward too"
+            )
         shape = "(rows, features)" if dims == 2 else f"of {dims} dimension{'s' * (dims != 1)}"
         how = ".unsqueeze(0)"
         if features.dim() == 0 or dims == 1:

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.compare import assert_close
+from tests.partitioned import partition
 from tests.processes import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
 
 from tilewise.errors import ConfigError
 from tilewise.integrations.transformers import use_linear_cross_entropy
@@ -86,6 +88,17 @@ def test_the_model_alone():
     assert_close(body_gradients(model), body_gradients(whole), 1e-12, "body")
 
 
+def test_a_head_that_is_partitioned_until_it_is_read():
+    """As by DeepSpeed's ZeRO-3, which frees it between the head's forward and the loss."""
+    whole, model = Model(), Model()
+    want = steps(whole)
+    use_linear_cross_entropy(model)
+    partition(model.head)
+    assert_close(steps(model), want, 1e-12, "loss")
+    assert_close(body_gradients(model), body_gradients(whole), 1e-12, "body")
+    assert_close(model.head.weight.grad, whole.head.weight.grad, 1e-12, "weight")
+
+
 @pytest.mark.group
 def test_a_head_sharded_over_two_ranks(tmp_path):
     run_ranks(rank_of_two, (str(tmp_path / "store"),), 2)
@@ -120,7 +133,7 @@ WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def free(head: nn.Module, *_: object) -> None:
-    """As FSDP's first version and ZeRO-3 do, which leave no shard in the module."""
+    """As FSDP's first version does, which leaves no shard in the module."""
     head.weight.data.untyped_storage().resize_(0)
 
 
@@ -144,7 +157,7 @@ def rank_with_half_of_the_batch(rank: int, path: str) -> None:
         model = Model()
         use_linear_cross_entropy(model)
         model.head.register_forward_hook(free)
-        with pytest.raises(ConfigError, match="Use FSDP2, or keep the head in the outermost FSDP unit"):
+        with pytest.raises(ConfigError, match="Use FSDP2 or ZeRO-3, or keep the head in the outermost FSDP unit"):
             half_of_the_batch(model, rank)
     finally:
         dist.destroy_process_group()
@@ -156,15 +169,30 @@ def test_data_parallel_and_fully_sharded(tmp_path):
     run_ranks(rank_with_half_of_the_batch, (str(tmp_path / "store"),), 2)
 
 
-def test_a_head_that_transformers_has_sharded_is_refused():
-    """Its forward gathers the logits of all classes; a marked input would not survive it."""
+class Style:
+    """As a tensor-parallel style of transformers, which replaces the head's forward."""
+
+    def __init__(self, input_layouts: object) -> None:
+        self.input_layouts = input_layouts
+
+    def install(self, head: nn.Module) -> None:
+        forward = head.forward
+
+        def tp_forward(hidden):
+            assert self.input_layouts is not None
+            return forward(hidden)
+
+        tp_forward.__module__ = "transformers.distributed.tensor_parallel"
+        head.forward = tp_forward
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [(Shard(1), r"sharded hidden states \(S.*colwise_gather_output"), (Replicate(), "is a DTensor, got a plain")],
+)
+def test_other_heads_of_a_tp_plan_are_refused(layout, words):
+    """`test_transformers_sharded` has the usual ones."""
     model = Model()
-    forward = model.head.forward
-
-    def tp_forward(hidden):
-        return forward(hidden)
-
-    tp_forward.__module__ = "transformers.distributed.tensor_parallel"
-    model.head.forward = tp_forward
-    with pytest.raises(ConfigError, match=r"sharded by transformers \(tp_plan\).*linear_cross_entropy\(DTensor"):
+    Style(layout).install(model.head)
+    with pytest.raises(ConfigError, match=words):
         use_linear_cross_entropy(model)

@@ -326,8 +326,9 @@ def _without_padding(
     if classes is None:
         if group and c.shape[0] != teacher_c.shape[0]:
             raise ShapeError(
-                f"over a group both classifiers are sharded over the same classes, got {sizes} rows on this rank. Pass "
-                "DTensors without group=: a teacher may then be sharded otherwise than the student"
+                f"over a group both classifiers are sharded over the same classes, got {sizes} rows on this rank. Cut "
+                "both alike, as linear_weight[:k] and teacher_weight[:k], or pass DTensors without group=, of which a "
+                "teacher's may be sharded otherwise"
             )
         if c.shape[0] != teacher_c.shape[0]:
             raise ShapeError(

@@ -331,7 +331,9 @@ class LossHandle:
     ) -> Any:
         """Run the forward with a head that returns `LazyLogits`. The output has `NO_LOGITS` in their place."""
         head = head_of(self.model)
-        if head is not self.head:  # the head was replaced, for example resized or adapted
+        # The head was replaced, for example resized or adapted, or an engine has hooks on its input, as DeepSpeed's
+        # ZeRO-3 has: the input is marked after them, or its gradient would not reach them.
+        if head is not self.head or next(reversed(head._forward_pre_hooks)) != self.head_hooks[0].id:
             self._hook_head()
         self.current, self.head_calls = settings._replace(same_tokens=is_tensor_parallel(head)), 0
         try:

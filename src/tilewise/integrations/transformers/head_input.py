@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from tilewise.integrations.transformers.lazy_logits import LazyLogits, LossSettings, Term
+
+LINEAR = torch._C._nn.linear  # F.linear, unless another package has replaced it
 
 
 class HeadInput(Tensor):
@@ -35,7 +37,7 @@ class HeadInput(Tensor):
         marked = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, HeadInput)]
         first = marked[0]
         plain_args, plain_kwargs = pytree.tree_map(_unmarked, (tuple(args), kwargs))
-        if func is F.linear:
+        if func is LINEAR:
             hidden, weight, bias = _linear_arguments(*plain_args, **plain_kwargs)
             if weight.shape[0] == first.classes:
                 return LazyLogits((Term(hidden, weight, weight.shape),), bias, None, first.settings)

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise.errors import ConfigError, TilewiseError
+from tilewise.integrations.transformers.head_input import LINEAR
 
 CHECK_TOKENS = (2, 8)
 
@@ -53,16 +55,23 @@ def is_tensor_parallel(head: nn.Module) -> bool:
 
 @contextmanager
 def plain_forward(head: nn.Module) -> Iterator[None]:
-    """Inside, a head of `is_tensor_parallel` has the forward of its class, which uses its sharded weight as it is."""
+    """Inside, a head that is sharded runs torch's own ``F.linear`` on its weight as it is.
+
+    A head of `is_tensor_parallel` has a forward that gathers logits, and DeepSpeed's ZeRO-3 replaces ``F.linear``.
+    """
     forward = vars(head).get("forward")
-    if not is_tensor_parallel(head):
-        yield
-        return
-    del head.forward
+    sharded = is_tensor_parallel(head)
+    if sharded:
+        del head.forward
+    elif type(head) is nn.Linear and forward is None and F.linear is not LINEAR:
+        vars(head)["forward"] = lambda hidden: LINEAR(hidden, head.weight, head.bias)
     try:
         yield
     finally:
-        head.forward = forward
+        if forward is None:
+            vars(head).pop("forward", None)
+        else:
+            head.forward = forward
 
 
 def classes_of(head: nn.Module) -> int:

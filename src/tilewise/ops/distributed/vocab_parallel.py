@@ -3,8 +3,11 @@
 forward    the statistics of all ranks, vectors, are gathered and merged in rank order
 backward   dA and dscale are summed over the ranks;   dB and dbias of a shard stay on its rank
 
-As in one process, forward may save exponentials of columns, so that the scores are not computed again, or filter: each
-rank chooses among its own tiles after the merge (see `filter_plan`), and may compute all of them instead. With
+A backend may save work of forward for backward (`Backend.forward_saving`). The Triton backend saves nothing for a
+shard of the columns, so a call takes four products. There is no one pass, which would take three: gradients need the
+log-sum-exp over all ranks, and so a merge for each block of rows.
+
+A filter chooses on each rank among its own tiles, after the merge (`filter_plan`), or it computes all of them. With
 ``batch_invariant`` each rank computes blocks of rows of a fixed size, and dA is summed in rank order: an all-reduce
 chooses its algorithm, and with it the order, by the size of the tensor.
 """
