@@ -21,6 +21,8 @@ DOCS = RESULTS.parents[1] / "docs"
 DRAWINGS = DOCS / "drawings"
 GPU, CPU = "gpu-nvidia-h200.json", "cpu-intel-xeon-processor.json"
 HEADS, STUDENTS = "heads-nvidia-h200.json", "students-aarch64.json"
+SIZES = "sizes-nvidia-h200.json"
+IN_SIZES = {"clip": "CLIP", "info_nce": "InfoNCE", "cross_entropy": "Cross-entropy, 32,768 classes"}
 CASES = {"language": ("Language model", "sequences of 64 words"), "clip": ("CLIP", "pairs")}  # of the students
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 NAMES = {"dense": "PyTorch, all scores", "compile": "torch.compile", "tilewise-filter": "tilewise, filter 1e-2"}
@@ -69,7 +71,23 @@ def charts() -> dict[str, str]:
         "drawings/chart-clip-cpu.svg": lines(clip_cpu, "median_ms", f"{small}: time"),
         "drawings/chart-head-time.svg": bars(head, "median_ms", f"{large}, {card}: time"),
         "drawings/chart-head-memory.svg": bars(head, "peak_bytes", f"{large}, {card}: memory above the inputs"),
-    } | {f"drawings/chart-student-{case}.svg": curves(rows, student_title(rows)) for case, rows in learned.items()}
+        **{f"drawings/chart-student-{case}.svg": curves(rows, student_title(rows)) for case, rows in learned.items()},
+        **size_charts(),
+    }
+
+
+def size_charts(report: dict[str, Any] | None = None) -> dict[str, str]:
+    """Time against the batch size from 64 on, by path below docs/; empty where nothing was measured."""
+    if report is None:
+        report = load(SIZES) if (RESULTS / SIZES).exists() else {"results": []}
+    found: dict[str, str] = {}
+    for loss, words in IN_SIZES.items():
+        rows = [r for r in report["results"] if r["loss"] == loss]
+        if not rows:
+            continue
+        title = f"{words}, d = {report['width']}, bf16, {report['device']}: time of a step"
+        found[f"drawings/chart-sizes-{loss}.svg"] = lines(rows, "median_ms", title)
+    return found
 
 
 def pages() -> dict[str, str]:
@@ -129,6 +147,9 @@ def head_line() -> str:
 def tables() -> list[str]:
     """The charts, with their numbers."""
     out: list[str] = []
+    if found := size_charts():
+        out += ["## From 64 rows on", "", "A step is forward and backward; `python -m benchmarks.ordinary sizes`.", ""]
+        out += [line for path in found for line in (f"![Time of a step]({path})", "")]
     for title, name, cases in (
         ("CLIP on a GPU", GPU, lambda r: r["loss"] == "clip" and r["width"] == 512),
         ("CLIP on a CPU with two cores", CPU, lambda r: r["loss"] == "clip"),

@@ -2,9 +2,12 @@
 
     python -m benchmarks.ordinary count            # calls of a step of 64 rows: without noise, the same on any machine
     python -m benchmarks.ordinary time             # wall time of a step, ours / dense (and / torch.compile on a GPU)
+    python -m benchmarks.ordinary sizes            # the same from 64 to 65,536 rows, for benchmarks.charts
+    python -m benchmarks.ordinary busy             # what two threads of a CPU lose beside two busy loops
 
 A step is forward and backward. A time is that of a sequence of steps without a synchronization inside, as in training,
-the median of shuffled turns. Results: benchmarks/results/ordinary-<device>.json, and counts in ordinary-counts.json.
+the median of shuffled turns. Results: benchmarks/results/{ordinary,sizes,busy}-<device>.json, and counts in
+ordinary-counts.json.
 
 Axes: n rows, d features, V classes, k own negatives of a row.
 """
@@ -14,7 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,13 +31,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise as tw
-from benchmarks.measure import ROOT
-from benchmarks.run import COMMIT_HELP, commit_of, device_name
+from benchmarks.run import COMMIT_HELP, RESULTS, commit_of, device_name
 
 Forward = Callable[[dict[str, Tensor]], Tensor]
 TEMPERATURE, CLASSES, OWN, LABELS = 0.07, 32768, 8, 16
 PACKAGE = str(Path(tw.__file__).parent)
-COUNTS = ROOT / "benchmarks" / "results" / "ordinary-counts.json"
+COUNTS = RESULTS / "ordinary-counts.json"
+TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+SIZES = 64, 256, 1024, 4096, 16384, 65536
+IN_CHARTS = "clip", "info_nce", "cross_entropy"
+BUSY_ROWS = 1024
 
 
 def clip_dense(x: dict[str, Tensor]) -> Tensor:
@@ -231,45 +239,152 @@ def time_case(
     return {method: 1000 * statistics.median(times) for method, times in found.items()}
 
 
-def time_all(arguments: argparse.Namespace) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        torch.set_num_threads(arguments.threads)
-    rows = [int(n) for n in arguments.rows.split(",")]
-    rows_out = []
+def time_all(arguments: argparse.Namespace, device: str) -> None:
+    rows_out: list[dict[str, Any]] = []
     for dtype in arguments.dtypes.split(","):
         for name in arguments.losses.split(","):
-            for n in rows:
-                kind = {"float32": torch.float32, "bf16": torch.bfloat16}[dtype]
+            for n in map(int, arguments.rows.split(",")):
+                kind = TYPES[dtype]
                 ms = time_case(name, n, arguments.width, kind, device, arguments.compile, arguments.turns)
                 row = {"loss": name, "rows": n, "dtype": dtype, "ms": {k: round(v, 4) for k, v in ms.items()}}
                 rows_out.append(row)
                 more = f"   / compile {ms['tilewise'] / ms['compile']:5.2f}" if "compile" in ms else ""
                 ratio = ms["tilewise"] / ms["dense"]
                 print(f"{dtype:8} {name:14} {n:6}   {ms['tilewise']:8.3f} ms   / dense {ratio:5.2f}{more}", flush=True)
+    write("ordinary", "cases", rows_out, arguments, device)
+
+
+def write(kind: str, field: str, rows: list[dict[str, Any]], arguments: argparse.Namespace, device: str) -> None:
+    """The file of results, one line for each case."""
     name = device_name(torch.device(device))
     about = {"device": name, "torch": torch.__version__, "commit": commit_of(arguments.commit)}
     about |= {"width": arguments.width, "threads": torch.get_num_threads(), "note": arguments.note}
-    out = arguments.out or ROOT / "benchmarks" / "results" / f"ordinary-{name.lower().replace(' ', '-')}.json"
-    cases = ",\n  ".join(json.dumps(row) for row in rows_out)
-    Path(out).write_text(json.dumps(about, indent=1)[:-2] + f',\n "cases": [\n  {cases}\n ]\n}}\n')
+    out = arguments.out or RESULTS / f"{kind}-{name.lower().replace('(r)', '').replace(' ', '-')}.json"
+    cases = ",\n  ".join(json.dumps(row) for row in rows)
+    Path(out).write_text(json.dumps(about, indent=1)[:-2] + f',\n "{field}": [\n  {cases}\n ]\n}}\n')
+
+
+# -- sizes --
+
+
+def time_sizes(arguments: argparse.Namespace, device: str) -> None:
+    """Time against the number of rows. torch.compile is last, and left out where the time is over."""
+    start, cuda, rows = time.perf_counter(), device == "cuda", []
+    kind = "bf16" if cuda else "float32"
+    chosen = [name for name in arguments.losses.split(",") if name in IN_CHARTS]
+    for method in ("tilewise", "dense", "compile"):
+        for n in SIZES:
+            for name in chosen:
+                row = {"loss": name, "rows": n, "method": method, "dtype": kind}
+                if time.perf_counter() - start > arguments.seconds:
+                    row["status"] = "skipped"
+                else:
+                    row |= time_size(name, n, arguments, method, device)
+                rows.append(row)
+                print(f"{name:14} {n:6} {method:9} {row['status']:8} {row.get('median_ms', '')}", flush=True)
+    write("sizes", "results", rows, arguments, device)
+
+
+def time_size(name: str, n: int, arguments: argparse.Namespace, method: str, device: str) -> dict[str, Any]:
+    """Milliseconds of one method, or that the memory does not hold its scores."""
+    cuda = device == "cuda"
+    ours, dense, leaves = LOSSES[name]
+    scores = n * (CLASSES if name == "cross_entropy" else n)
+    if method != "tilewise" and not cuda and scores > 2**28:  # a machine may have no limit of its own
+        return {"status": "oom"}
+    try:
+        x = make_inputs(n, arguments.width, CLASSES, TYPES["bf16" if cuda else "float32"], device)
+        forward = ours if method == "tilewise" else dense
+        if method == "compile":
+            torch._dynamo.reset()
+            forward = torch.compile(dense)
+        step = stepper(forward, x, leaves)
+        for _ in range(3):
+            step()
+        many = max(1, min(50, int(0.1 / max(seconds(step, 2, cuda), 1e-5))))
+        ms = 1000 * statistics.median(seconds(step, many, cuda) for _ in range(arguments.turns))
+        return {"status": "ok", "median_ms": round(ms, 4)}
+    except torch.OutOfMemoryError:
+        return {"status": "oom"}
+    finally:
+        if cuda:
+            torch.cuda.empty_cache()
+
+
+# -- busy cores --
+
+
+def ranks_dense(x: dict[str, Tensor]) -> Tensor:
+    scores = x["a"] @ x["b"].T
+    return (scores > scores.diagonal()[:, None]).sum(1)
+
+
+def time_busy(arguments: argparse.Namespace) -> None:
+    """Two threads beside two loops that never wait, which run in every second turn."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    rows_out = []
+
+    def pause(*, paused: bool) -> None:
+        for loop in loops:
+            loop.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
+
+    try:
+        for name in (*arguments.losses.split(","), "retrieval_ranks"):
+            pause(paused=True)
+            x = make_inputs(BUSY_ROWS, arguments.width, CLASSES // 8, torch.float32, "cpu")
+            if name == "retrieval_ranks":
+                steps = {
+                    "tilewise": lambda x=x: tw.retrieval_ranks(x["a"], x["b"]),
+                    "dense": lambda x=x: ranks_dense(x),
+                }
+            else:
+                ours, dense, leaves = LOSSES[name]
+                steps = {"tilewise": stepper(ours, x, leaves), "dense": stepper(dense, x, leaves)}
+            for step in steps.values():
+                step()
+            found: dict[str, list[float]] = {f"{method}, {how}": [] for method in steps for how in ("quiet", "busy")}
+            for _ in range(arguments.turns):
+                for how in ("quiet", "busy"):
+                    pause(paused=how == "quiet")
+                    for method in random.sample(list(steps), len(steps)):
+                        found[f"{method}, {how}"].append(seconds(steps[method], 3, False))
+            ms = {key: round(1000 * statistics.median(times), 3) for key, times in found.items()}
+            lost = {method: ms[f"{method}, busy"] / ms[f"{method}, quiet"] for method in steps}
+            ratio = round(lost["tilewise"] / lost["dense"], 3)
+            rows_out.append({"loss": name, "rows": BUSY_ROWS, "ms": ms, "lost over that of dense": ratio})
+            print(
+                f"{name:16} lost {lost['tilewise']:5.2f}   dense {lost['dense']:5.2f}   ratio {ratio:5.2f}", flush=True
+            )
+    finally:
+        for loop in loops:
+            loop.kill()
+    write("busy", "cases", rows_out, arguments, "cpu")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("count", "time"))
+    parser.add_argument("what", choices=("count", "time", "sizes", "busy"))
     parser.add_argument("--rows", default="64,256,1024,2048,4096")
     parser.add_argument("--losses", default=",".join(LOSSES))
     parser.add_argument("--dtypes", default="bf16,float32" if torch.cuda.is_available() else "float32")
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU; busy: always 2")
+    parser.add_argument("--seconds", type=float, default=100, help="sizes: nothing is begun after so many seconds")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--compile", action="store_true", help="torch.compile of the dense loss as well")
     parser.add_argument("--note", default="")
     parser.add_argument("--commit", help=COMMIT_HELP)
     parser.add_argument("--out", help="another file for the results")
     arguments = parser.parse_args()
-    count_all() if arguments.what == "count" else time_all(arguments)
+    device = "cuda" if torch.cuda.is_available() and arguments.what != "busy" else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(2 if arguments.what == "busy" else arguments.threads)
+    if arguments.what == "count":
+        count_all()
+    elif arguments.what == "busy":
+        time_busy(arguments)
+    else:
+        (time_sizes if arguments.what == "sizes" else time_all)(arguments, device)
 
 
 if __name__ == "__main__":

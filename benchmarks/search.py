@@ -2,7 +2,7 @@
 
     python -m benchmarks.search                    on a CUDA device: the three cases, less than a minute
     python -m benchmarks.search --device cpu       on a CPU, with faiss if it is installed. --share 1: all queries
-    python -m benchmarks.search --exact 1000000    only compares indices: so many queries of whole numbers, on a GPU
+    python -m benchmarks.search --exact 1000000    only compares indices: so many queries of whole numbers
 
 Prints a line of JSON for each case: the median time of each method in milliseconds, and whether the indices of ours
 are those of a stable sort, for some queries with whole numbers.
@@ -30,6 +30,7 @@ CASES = {  # queries, gallery, features, k
 }
 CHUNK = {"cuda": 2**30, "cpu": 2**24}  # scores that `torch.topk` gets at once
 CHECKED = 256  # queries
+EXACT_ITEMS = {"cuda": 20000, "cpu": 1000}  # of `differences`: a CPU takes minutes for a million queries
 
 
 def chunked_topk(queries: Tensor, gallery: Tensor, k: int) -> list[Any]:
@@ -62,7 +63,7 @@ def is_exact(queries: Tensor, gallery: Tensor, k: int) -> bool:
     return torch.equal(tw.nearest(queries, gallery, k).indices, want)
 
 
-def differences(n: int, device: torch.device, m: int = 20000, d: int = 8, k: int = 100) -> int:
+def differences(n: int, device: torch.device, m: int, d: int = 8, k: int = 100) -> int:
     """In how many queries of whole numbers, with ties everywhere, the indices are not those of a stable sort."""
     random = torch.Generator().manual_seed(0)
     queries, gallery = (torch.randint(-2, 3, (rows, d), generator=random).float().to(device) for rows in (n, m))
@@ -82,7 +83,9 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     if arguments.exact:
-        print(json.dumps({"queries": arguments.exact, "different": differences(arguments.exact, device)}))
+        size = {"queries": arguments.exact, "gallery": EXACT_ITEMS[device.type], "features": 8, "k": 100}
+        different = differences(arguments.exact, device, EXACT_ITEMS[device.type])
+        print(json.dumps({"device": device.type} | size | {"different": different}))
         return
     for n, m, d, k in CASES[device.type]:
         torch.manual_seed(0)

@@ -7,13 +7,15 @@ This is a model, not a measurement: nothing here has run on more than one GPU. I
 tests/ring/test_ring_cost.py counts the bytes per hop and the memory per rank, and tests the overlap with a slowed link.
 The GPU benchmarks measure the single-GPU rate.
 
-Each of W ranks has n = N / W rows of width d; features have f bytes, gradients g bytes. Each of W steps does
+Each of W ranks has n = N / W rows of width d; features have f bytes, gradients g bytes. Teams of G ranks gather their
+blocks, where these are small (`tilewise.ops.budget.ring_team` says how many). Each of W / G steps does
 
-    forward    work  2 n^2 d / rate          beside  hop of n d f                 (W - 1 hops)
-    backward   work  3 * 2 n^2 d / rate      beside  hop of n d (f + g)           (W - 1 of features, W of gradients)
+    forward    work  G * 2 n^2 d / rate    beside  hop of G n d f          (W / G - 1 hops)
+    backward   work  G * 6 n^2 d / rate    beside  hop of G n d (f + g)    (W / G - 1 of features, W / G of gradients)
 
 A step takes the longer of work and hop. No work is left to hide the last hop, which returns the gradients to their
-owner.
+owner, nor the log2(G) exchanges of n d f, 2 n d f, ... by which a team gathers its blocks, nor those of the gradients
+by which it adds them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from reproductions.records import RESULTS
+from tilewise.kernels.spec import PairShape
+from tilewise.ops.budget import ring_team
+from tilewise.options import TileOptions
+from tilewise.ring.schedule import partners
 
 OUT = RESULTS / "ring"
 GIB = 2**30
@@ -36,22 +44,24 @@ CREDIT_VECTOR_BYTES = 8  # the running log-sum-exp
 
 
 def forward_bytes(
-    world: int, cols: int, width: int, feature_bytes: int, *, vectors: int = 0, accumulators: int = 0
+    world: int, cols: int, width: int, feature_bytes: int, *, vectors: int = 0, accumulators: int = 0, team: int = 1
 ) -> int:
     """Bytes that a rank sends in forward, with equal shards: ``(W - 1) m (d f + vectors) + W m accumulators``.
 
+    Teams of G ranks send accumulators of G - 1 blocks more; a single team sends those of W - 1 blocks.
     ``vectors`` counts the bytes per column of ids, shifts and biases, which the last rank does not send on.
     ``accumulators`` counts those of the running column statistics, which return to the owner.
     """
-    returns = world if world > 1 else 0
+    returns = (world if world > team else 0) + team - 1
     return cols * ((world - 1) * (width * feature_bytes + vectors) + returns * accumulators)
 
 
 def backward_bytes(
-    world: int, cols: int, width: int, feature_bytes: int, gradient_bytes: int, *, vectors: int = 0
+    world: int, cols: int, width: int, feature_bytes: int, gradient_bytes: int, *, vectors: int = 0, team: int = 1
 ) -> int:
-    """Bytes that a rank sends in backward, with equal shards: ``(W - 1) m (d f + vectors) + W m d g``."""
-    return forward_bytes(world, cols, width, feature_bytes, vectors=vectors, accumulators=width * gradient_bytes)
+    """Bytes that a rank sends in backward, with equal shards: ``(W - 1) m (d f + vectors) + W m d g``; see forward."""
+    accumulators = width * gradient_bytes
+    return forward_bytes(world, cols, width, feature_bytes, vectors=vectors, accumulators=accumulators, team=team)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +70,17 @@ class Machine:
 
     name: str = "H200, 8 per node"
     rate_tflops: float = 530.0  # forward + backward over 4 products of 2 n^2 d, one H200, n >= 131,072 (results/gpu-*)
-    block_overhead_s: float = 150e-6  # assumed: launches and merges of one block, in forward or backward
+    # Assumed: launches and merges of one block, in forward or backward; also what an exchange inside a team takes.
+    block_overhead_s: float = 150e-6
     ranks_per_node: int = 8
     node_gb_s: float = 360.0  # one direction: 80 % of NVLink 4's 450
     net_gb_s: float = 40.0  # one direction and GPU: 80 % of 400 Gbit/s
     hop_latency_s: float = 20e-6
     agreement_s: float = 100e-6  # one small all-gather; a step has three
 
-    def link_gb_s(self, world: int) -> float:
-        """Rate of the slowest link of the ring. All hops of a step happen at once, so it decides."""
-        return self.node_gb_s if world <= self.ranks_per_node else self.net_gb_s
+    def link_gb_s(self, ranks: int) -> float:
+        """Rate of the slowest link between consecutive ranks. All hops of a step happen at once, so it decides."""
+        return self.node_gb_s if ranks <= self.ranks_per_node else self.net_gb_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +99,7 @@ class Prediction:
 
     world: int
     batch: int
+    team: int  # ranks whose blocks are computed at once
     step_s: float
     work_s: float  # products and overhead
     overhead_s: float
@@ -105,39 +117,49 @@ class Prediction:
 def predict(world: int, batch: int, machine: Machine, loss: Loss) -> Prediction:
     """Predict one step over ``world`` ranks with ``batch / world`` rows each."""
     n, d = batch / world, loss.width
+    rows = -(-batch // world)
+    team = team_of(world, rows, loss)
     unit_s = 2 * n * n * d / (machine.rate_tflops * 1e12)
 
-    def hop_s(size: float) -> float:
-        return 0.0 if size == 0 else machine.hop_latency_s + size / (machine.link_gb_s(world) * 1e9)
+    def hop_s(size: float, ranks: int = world) -> float:
+        return 0.0 if size == 0 else machine.hop_latency_s + size / (machine.link_gb_s(ranks) * 1e9)
 
     cargo_forward = n * d * loss.feature_bytes
     cargo_backward = n * (d * loss.feature_bytes + BACKWARD_VECTOR_BYTES)
     gradient = n * d * loss.gradient_bytes
-    step_s = work_s = link_s = 0.0
+    step_s = work_s = link_s = overhead_s = 0.0
     for products, cargo, credit in (
         (1, cargo_forward, n * CREDIT_VECTOR_BYTES),
         (3, cargo_backward, gradient),
     ):
-        block_s = products * unit_s + machine.block_overhead_s
-        for step in range(world):
-            moved = (cargo if step + 1 < world else 0.0) + (credit if step > 0 else 0.0)
+        for _, held, _ in partners(0, team):  # gathered before, and added after the loop
+            moved = [hop_s(len(held) * size, 2 * len(held)) for size in (cargo, credit)]
+            overhead_s += 2 * machine.block_overhead_s
+            work_s += 2 * machine.block_overhead_s
+            step_s += sum(moved) + 2 * machine.block_overhead_s
+            link_s += sum(moved)
+        block_s = team * products * unit_s + machine.block_overhead_s
+        overhead_s += world // team * machine.block_overhead_s
+        for step in range(world // team):
+            moved = team * ((cargo if (step + 1) * team < world else 0.0) + (credit if step > 0 else 0.0))
             step_s += max(block_s, hop_s(moved))
             work_s += block_s
             link_s += hop_s(moved)
-        if world > 1:  # the last hop, which returns the gradients to their owner
-            step_s += hop_s(credit)
-            link_s += hop_s(credit)
+        if world > team:  # the last hop, which returns the gradients to their owner
+            step_s += hop_s(team * credit)
+            link_s += hop_s(team * credit)
     agreements = 3 * machine.agreement_s if world > 1 else 0.0
-    rows = -(-batch // world)
-    sent = forward_bytes(world, rows, d, loss.feature_bytes, accumulators=CREDIT_VECTOR_BYTES) + backward_bytes(
-        world, rows, d, loss.feature_bytes, loss.gradient_bytes, vectors=BACKWARD_VECTOR_BYTES
+    sent = forward_bytes(world, rows, d, loss.feature_bytes, accumulators=CREDIT_VECTOR_BYTES, team=team)
+    sent += backward_bytes(
+        world, rows, d, loss.feature_bytes, loss.gradient_bytes, vectors=BACKWARD_VECTOR_BYTES, team=team
     )
     return Prediction(
         world=world,
         batch=batch,
+        team=team,
         step_s=step_s + agreements,
         work_s=work_s,
-        overhead_s=2 * world * machine.block_overhead_s,
+        overhead_s=overhead_s,
         link_s=link_s + agreements,
         exposed_s=step_s + agreements - work_s,
         sent_bytes=sent,
@@ -145,18 +167,29 @@ def predict(world: int, batch: int, machine: Machine, loss: Loss) -> Prediction:
     )
 
 
+def team_of(world: int, rows: int, loss: Loss) -> int:
+    """The number of ranks whose blocks are computed at once."""
+    if world == 1:
+        return 1
+    dtype = {2: torch.bfloat16, 4: torch.float32}[loss.feature_bytes]
+    options = TileOptions(workspace_mib=loss.workspace_bytes // 2**20)
+    return ring_team(options, PairShape(rows, rows, loss.width, dtype, torch.device("cuda")), rows, world)[0]
+
+
 def memory_bytes(world: int, rows: int, loss: Loss) -> int:
     """Peak memory of a rank above its features. It is the same for every world > 1.
 
     It holds two travelling blocks of features and two of gradients, the gradient of the rows and that of the current
     block, about 16 vectors, and the workspace. The gradient of the current columns is part of the workspace, unless it
-    fits a quarter of that.
+    fits a quarter of that. The blocks of teams are part of the workspace.
     """
     block = rows * loss.width
     travelling = 2 * (loss.feature_bytes + loss.gradient_bytes) * block if world > 1 else 0
     columns = loss.gradient_bytes * block
     if world > 1 and columns > loss.workspace_bytes // 4:
         columns = 0
+    if team_of(world, rows, loss) > 1:
+        travelling = columns = 0
     rest = (1 + (world > 1)) * loss.gradient_bytes * block + rows * 16 * 8
     return travelling + columns + rest + loss.workspace_bytes
 
@@ -216,14 +249,15 @@ def short(batch: int) -> str:
 def step_table(predictions: Sequence[Prediction]) -> list[str]:
     """A row for each world and batch."""
     lines = [
-        "| W | batch N | rows per rank | step | work | of it overhead | on the link | hidden | sent per rank | "
-        "memory per rank |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| W | batch N | rows per rank | blocks at once | step | work | of it overhead | on the link | hidden | "
+        "sent per rank | memory per rank |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for p in predictions:
         lines.append(
-            f"| {p.world} | {short(p.batch)} | {p.batch // p.world:,} | {_time(p.step_s)} | {_time(p.work_s)} | "
-            f"{_time(p.overhead_s)} | {_time(p.link_s)} | {100 * p.hidden_share:.0f} % | {p.sent_bytes / 1e9:.2f} GB | "
+            f"| {p.world} | {short(p.batch)} | {p.batch // p.world:,} | {p.team} | {_time(p.step_s)} | "
+            f"{_time(p.work_s)} | {_time(p.overhead_s)} | {_time(p.link_s)} | "
+            f"{100 * p.hidden_share:.0f} % | {p.sent_bytes / 1e9:.2f} GB | "
             f"{p.memory_bytes / GIB:.2f} GiB |"
         )
     return lines
@@ -275,8 +309,9 @@ def markdown(predictions: Sequence[Prediction], machine: Machine, loss: Loss) ->
             f"{machine.net_gb_s:.0f} GB/s per GPU between nodes, {1e6 * machine.hop_latency_s:.0f} us per hop. Width "
             f"{loss.width}, features of {loss.feature_bytes} bytes, travelling gradients of {loss.gradient_bytes}.",
             "",
-            "Step: forward and backward. Overhead: launches (assumed). On the link: the time of all hops if none of it",
-            "were hidden by work. Memory: above the features; gradients are included.",
+            "Step: forward and backward. Blocks at once: those of so many ranks are gathered before the work.",
+            "Overhead: launches (assumed). On the link: the time of all hops if none of it were hidden by work.",
+            "Memory: above the features; gradients are included.",
             "",
             *step_table(predictions),
             "",

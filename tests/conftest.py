@@ -150,6 +150,16 @@ def small_tiles(set_tiles, set_limits):
 
 
 @pytest.fixture
+def filter_on_cpu(monkeypatch):
+    """The torch backend has a filter, the oracle: for tests of the method, and of what surrounds the kernels."""
+    from tests.dense_filter import DenseFilter
+
+    from tilewise.kernels.torch_impl.backend import TorchBackend
+
+    monkeypatch.setattr(TorchBackend, "filtered", DenseFilter())
+
+
+@pytest.fixture
 def never_dense(monkeypatch):
     """The filter is used however many entries are kept."""
     from tilewise.kernels import filter_plan

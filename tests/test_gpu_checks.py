@@ -45,6 +45,8 @@ def test_behaviour():
     checks.check_frozen(CPU, torch.float32, n=90, d=12)
     checks.check_autocast(CPU, n=90, d=12)
     checks.check_tf32(CPU, n=100, d=32, seed=3)
+    checks.check_tf32_errors(CPU, "nt_xent", n=64, d=32, seed=3)
+    checks.check_search_in_tf32(CPU, n=64, m=200, d=32, seed=3)
     checks.check_never_negative(CPU, torch.bfloat16, -1e-4, n=300, d=64)
     checks.check_never_negative(CPU, torch.float32, -1e-5, n=300, d=64)
 

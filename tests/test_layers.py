@@ -232,7 +232,7 @@ def test_only_the_executor_reads_addresses():
 
 
 def test_steps_are_launched_by_the_executor_only():
-    """Two passes and one pass add steps to a program. Only the filter, ranks and search launch at once."""
+    """Two passes and one pass add steps to a program. Only the filter, ranks and search launch at once, and round."""
     found, folder = {}, ROOT / "kernels" / "triton_impl"
     for path in folder.rglob("*.py"):
         for owner in ast.walk(ast.parse(path.read_text())):
@@ -241,7 +241,7 @@ def test_steps_are_launched_by_the_executor_only():
             calls = [node.func for node in ast.walk(owner) if isinstance(node, ast.Call)]
             if any(isinstance(call, ast.Name) and call.id in ("launch", "compiled_launch") for call in calls):
                 found.setdefault(str(path.relative_to(folder)), set()).add(owner.name)
-    assert found.keys() == {"launch.py", "program.py", "ranks.py", "nearest.py", "filtered/forward.py"}
+    assert found.keys() == {"launch.py", "program.py", "ranks.py", "nearest.py", "filtered/forward.py", "tf32.py"}
     assert not any("__init__" in names for names in found.values())
 
 
@@ -263,7 +263,7 @@ def test_only_the_ring_moves_tensors():
         ("losses.clip", "from tilewise.kernels.torch_impl.backend import TorchBackend"),
         ("ops.route", "from tilewise.kernels.triton_impl.backend import TritonBackend"),
         ("kernels.ranks", "def f():\n    from tilewise.kernels.torch_impl import ranks"),
-        ("kernels.torch_impl.filtered", "from tilewise.kernels.triton_impl import sizes"),
+        ("kernels.torch_impl.tiles", "from tilewise.kernels.triton_impl import sizes"),
         ("losses.clip", "from tilewise.kernels.registry import choose_backend"),
         ("losses.clip", "from tilewise import ring"),
         ("ring.blocks", "from tilewise.kernels.spec import Stats"),

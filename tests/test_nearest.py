@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.processes import peak_bytes
+from tests.ring.test_ring_retrieval import SEARCHES, search_over_ranks
 from tests.ring.virtual import run_virtual
 from tests.test_retrieval import DEVICES, DTYPES, mask_of, whole_numbers, with_side
 
@@ -156,26 +157,12 @@ def test_hard_negatives_for_training():
     torch.testing.assert_close(loss, F.cross_entropy(logits, document))
 
 
-@pytest.mark.parametrize(
-    "rows, cols", [([9], [9]), ([5, 8], [7, 2]), ([4, 0, 7], [4, 9, 0]), ([3, 6, 0, 5], [3, 6, 2, 5])]
-)
+@pytest.mark.parametrize("rows, cols", SEARCHES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_over_ranks_equals_one_process(rows, cols, dtype):
-    generator = torch.Generator().manual_seed(2)
-    n, m = sum(rows), sum(cols)
-    queries, gallery = (whole_numbers(generator, size, 3, dtype, 1) for size in (n, m))
-    ids = [torch.randint(0, 5, (size,), generator=generator) for size in (n, m)]
-    exclude, below = torch.randint(-1, m, (n,), generator=generator), torch.full((n,), 2.5)
-
-    def work(group):
-        mine, here = (slice(sum(s[: group.rank()]), sum(s[: group.rank() + 1])) for s in (rows, cols))
-        more = {"query_ids": ids[0][mine], "gallery_ids": ids[1][here], "exclude": exclude[mine], "below": below[mine]}
-        return tw.nearest(queries[mine], gallery[here], 4, **more, group=group)
-
+    work, (whole, more) = search_over_ranks(rows, cols, dtype)
     parts = run_virtual(len(rows), work)
-    more = {"query_ids": ids[0], "gallery_ids": ids[1], "exclude": exclude, "below": below}
-    want = dense(queries, gallery, 4, **more)
-    assert_same(Nearest(*(torch.cat(part) for part in zip(*parts, strict=True))), want)
+    assert_same(Nearest(*(torch.cat(part) for part in zip(*parts, strict=True))), dense(*whole, **more))
 
 
 def test_ranks_that_differ_all_raise():

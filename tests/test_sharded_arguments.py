@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -33,20 +33,31 @@ from tilewise.ops.distributed import dtensors
 from tilewise.ring.exchange import GroupExchange
 
 pytestmark = pytest.mark.group
-RANKS, V, D, STEPS = 4, 11, 8, 2
+RANKS, V, D, STEPS = 4, 11, 8, 3
+
+
+class Place(NamedTuple):
+    """Where a model is, and its type."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float64
+
+
+EXACT = Place()
 
 
 class Model(nn.Module):
     """A language model without attention. With ``inside``, its forward computes the loss."""
 
-    def __init__(self, *, inside: bool = False, tied: bool = False) -> None:
+    def __init__(self, *, inside: bool = False, tied: bool = False, place: Place = EXACT) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(V, D, dtype=torch.float64)
-        self.body = nn.Linear(D, D, dtype=torch.float64)
-        self.norm = nn.LayerNorm(D, dtype=torch.float64)
-        self.head = nn.Linear(D, V, bias=not tied, dtype=torch.float64)
+        self.embed = nn.Embedding(V, D, dtype=torch.float32)
+        self.body = nn.Linear(D, D, dtype=torch.float32)
+        self.norm = nn.LayerNorm(D, dtype=torch.float32)
+        self.head = nn.Linear(D, V, bias=not tied, dtype=torch.float32)
         self.inside = inside
+        self.bfloat16().to(*place)  # so that it has the same weights in every type
         if tied:
             self.head.weight = self.embed.weight
 
@@ -59,20 +70,20 @@ class Model(nn.Module):
         return tw.linear_cross_entropy(hidden, read(self.head.weight), target, linear_bias=bias)
 
 
-def tokens(part: int, step: int) -> tuple[Tensor, Tensor]:
+def tokens(part: int, step: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Each part has another number of targets."""
     draw = torch.Generator().manual_seed(100 * step + part)
     words, target = torch.randint(V, (6,), generator=draw), torch.randint(V, (6,), generator=draw)
     target[:part] = -100
-    return words, target
+    return words.to(device), target.to(device)
 
 
-def one_process(parts: int, *, tied: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+def one_process(parts: int, *, tied: bool = False, place: Place = EXACT) -> tuple[list[Tensor], list[Tensor]]:
     """The loss of each part in the last step, and the gradients of all steps: means over the parts."""
-    model, losses = Model(tied=tied), []
+    model, losses = Model(tied=tied, place=place), []
     for step in range(STEPS):
         losses = []
-        for words, target in (tokens(part, step) for part in range(parts)):
+        for words, target in (tokens(part, step, place.device) for part in range(parts)):
             logits = model.head(model.norm(torch.tanh(model.body(model.embed(words)))))
             losses.append(nn.functional.cross_entropy(logits, target))
         (sum(losses) / parts).backward()
@@ -86,15 +97,16 @@ def steps(
     inside: bool = False,
     tied: bool = False,
     accumulate: bool = False,
+    place: Place = EXACT,
     read: Callable[[Tensor], Tensor] = lambda weight: weight,
 ) -> tuple[Tensor, list[Tensor]]:
     """The last loss, and the gradients that ``STEPS`` steps sum."""
-    model = Model(inside=inside, tied=tied)
+    model = Model(inside=inside, tied=tied, place=place)
     wrap(model)
     for step in range(STEPS):
         if accumulate:
             model.set_requires_gradient_sync(step == STEPS - 1)  # type: ignore[operator]
-        words, target = tokens(part, step)
+        words, target = tokens(part, step, place.device)
         loss = model(words, target, read)
         if not inside:
             loss = model.loss(loss, target, read)
@@ -135,40 +147,60 @@ def on_two_axes(model: Model, mesh: DeviceMesh) -> None:
 Run = Callable[..., tuple[Tensor, list[Tensor]]]
 
 
-def cases(line: DeviceMesh, square: DeviceMesh) -> Iterator[tuple[str, Run, int]]:
-    """Name, loss and gradients of a part, and the number of parts of the batch."""
-    for reshard in (True, False, 2):
-        yield f"unit, {reshard}", partial(steps, partial(units, mesh=line, reshard=reshard)), RANKS
-    yield "norm and head", partial(steps, partial(norm_and_head, mesh=line)), RANKS
-    yield "norm and head, inside", partial(steps, partial(norm_and_head, mesh=line), inside=True), RANKS
-    yield "unit, inside", partial(steps, partial(units, mesh=line), inside=True), RANKS
-    yield "unit, accumulation", partial(steps, partial(units, mesh=line), accumulate=True), RANKS
-    yield "lone unit", partial(steps, lambda model: fully_shard(model.head, mesh=line)), RANKS
-    yield "HSDP", partial(steps, partial(units, mesh=square)), RANKS
-    yield "dp and tp", partial(steps, partial(on_two_axes, mesh=square)), 2
+def cases(line: DeviceMesh, square: DeviceMesh | None) -> Iterator[tuple[str, Run, int, bool]]:
+    """Name, loss and gradients of a part, the number of parts of the batch, and whether the weight is tied."""
+    world = line.size()
+    for reshard in (True, False, 2) if world == RANKS else (True, False):
+        yield f"unit, {reshard}", partial(steps, partial(units, mesh=line, reshard=reshard)), world, False
+        more = {"accumulate": True}
+        yield (
+            f"accumulation, {reshard}",
+            partial(steps, partial(units, mesh=line, reshard=reshard), **more),
+            world,
+            False,
+        )
+    yield "norm and head", partial(steps, partial(norm_and_head, mesh=line)), world, False
+    yield "norm and head, inside", partial(steps, partial(norm_and_head, mesh=line), inside=True), world, False
+    yield "unit, inside", partial(steps, partial(units, mesh=line), inside=True), world, False
+    yield "lone unit", partial(steps, lambda model: fully_shard(model.head, mesh=line)), world, False
+    yield "tied", partial(steps, partial(tied_units, mesh=line), tied=True), world, True
+    yield "tied, norm and head", partial(steps, partial(norm_and_head, mesh=line), tied=True), world, True
+    if square is not None:
+        yield "HSDP", partial(steps, partial(units, mesh=square)), world, False
+        yield "dp and tp", partial(steps, partial(on_two_axes, mesh=square)), 2, False
 
 
-def check_units(group: Any) -> None:
-    rank = dist.get_rank()
-    line, square = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    wants = {parts: one_process(parts) for parts in (2, RANKS)}
+def unit_results(place: Place = EXACT) -> Iterator[tuple[str, Tensor, Callable[[Place], Tensor]]]:
+    """Name and value of each loss and gradient of this rank, and the same of one process, by its place."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    line, square = init_device_mesh(place.device, (world,)), None
+    if world == RANKS:
+        square = init_device_mesh(place.device, (2, 2), mesh_dim_names=("dp", "tp"))
+    known: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
 
-    def compare(name: str, run: Run, parts: int, want: tuple[list[Tensor], list[Tensor]], tied: bool = False) -> None:
-        part = rank * parts // RANKS
-        loss, got = run(part)
-        assert_close(loss, want[0][part], 1e-12, f"{name}, loss")
-        for (which, _), one, other in zip(Model(tied=tied).named_parameters(), got, want[1], strict=True):
-            assert_close(one, other, 1e-12, f"{name}, {which}")
+    def want(parts: int, tied: bool, which: int, of: Place) -> Tensor:
+        """The loss of this rank's part, or a gradient."""
+        if (parts, tied, of) not in known:
+            known[parts, tied, of] = one_process(parts, tied=tied, place=of)
+        losses, grads = known[parts, tied, of]
+        return losses[rank * parts // world] if which < 0 else grads[which]
 
     for ring_head in (0, 2**30):
         with limits.changed(ring_head=ring_head):
-            for name, run, parts in cases(line, square):
-                compare(f"{name}, {ring_head}", run, parts, wants[parts])
-            for wrap in (tied_units, norm_and_head):
-                run = partial(steps, partial(wrap, mesh=line), tied=True)
-                compare(f"tied, {wrap.__name__}", run, RANKS, one_process(RANKS, tied=True), True)
-    _, got = steps(partial(units, mesh=line), rank, read=lambda weight: weight.full_tensor())
-    assert relative_error(got[-1], wants[RANKS][1][-1]) > 0.1, "full_tensor() is right here"
+            for name, run, parts, tied in cases(line, square):
+                loss, got = run(rank * parts // world, place=place)
+                names = [which for which, _ in Model(tied=tied).named_parameters()]
+                for which, value in enumerate((loss, *got), -1):
+                    what = "loss" if which < 0 else names[which]
+                    yield f"{name}, {ring_head}, {what}", value, partial(want, parts, tied, which)
+    _, got = steps(partial(units, mesh=line), rank, place=place, read=lambda weight: weight.full_tensor())
+    naive, right = got[-1], want(world, False, len(got) - 1, EXACT)
+    assert relative_error(naive, right) > 0.1, "full_tensor() is right here"
+
+
+def check_units(group: Any) -> None:
+    for what, got, want in unit_results():
+        assert_close(got, want(EXACT), 1e-12, what)
 
 
 def test_a_sharded_head_has_the_gradients_of_one_process(crew: Crew):  # noqa: F811
@@ -180,9 +212,9 @@ def counted(loss: Callable[[], Tensor]) -> tuple[dict[str, int], list[int]]:
     sent: list[int] = []
     real = GroupExchange.shift
 
-    def shift(self: GroupExchange, send: Any, receive: Any) -> Any:
+    def shift(self: GroupExchange, send: Any, receive: Any, *peers: Any) -> Any:
         sent.append(sum(part.numel() * part.element_size() for part in send))
-        return real(self, send, receive)
+        return real(self, send, receive, *peers)
 
     with mock.patch.object(GroupExchange, "shift", shift), CommDebugMode() as mode:
         loss().backward()
@@ -204,7 +236,7 @@ def check_traffic(group: Any) -> None:
         calls, sent = counted(loss)
     assert (calls, sent) == ({"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}, [])
     shard = V * D * 4
-    with limits.changed(ring_head=0, small_cpu=0):
+    with limits.changed(ring_head=0, small_cpu=0, ring_columns=0):
         calls, sent = counted(loss)
     assert not {"all_gather_into_tensor", "reduce_scatter_tensor"} & calls.keys()
     # Forward sends W - 1 shards, backward W - 1 shards and W gradients: the last hop returns the last gradient.
@@ -232,7 +264,7 @@ def check_sizes(group: Any) -> None:
     tw.linear_cross_entropy(hidden, weight, target)
     largest = {}
     for ring_head in (0, 2**30):
-        with limits.changed(ring_head=ring_head), Largest() as seen:
+        with limits.changed(ring_head=ring_head, ring_columns=0), Largest() as seen:
             tw.linear_cross_entropy(hidden, weight, target).backward()
         largest[ring_head] = seen.numel
     assert largest[0] < classes * D <= largest[2**30]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from tilewise.errors import ConfigError, DeviceError, DtypeError, GroupError, RangeError, ShapeError
+from tilewise.errors import ConfigError, DeviceError, DtypeError, GradientError, GroupError, RangeError, ShapeError
 from tilewise.options import DEFAULT_OPTIONS, TileOptions, check_choice
 
 Reduction = Literal["none", "sum", "mean"]
@@ -239,6 +239,12 @@ def check_sides(names: tuple[str, str], a: Tensor, b: Tensor, *, paired: bool = 
     if paired:
         check_same_rows(names, a, b)
     return a, b
+
+
+def check_constant(name: str, value: Tensor) -> None:
+    """Check that no gradient is expected for a tensor that gets none."""
+    if value.requires_grad and torch.is_grad_enabled():
+        raise GradientError(f"{name} is a constant and gets no gradient, but it requires grad. Pass {name}.detach()")
 
 
 def check_together(names: tuple[str, str], a: Tensor, b: Tensor) -> None:

@@ -52,8 +52,9 @@ class TileOptions:
             "highest" is full float32, "high" permits TF32.
         filter_tolerance: the largest probability mass that the filter may drop from each row in backward. The loss
             stays exact; gradients change by no more than the documented bound. 0, the default, is exact. A backend
-            may drop less. "rounding" drops about as much as changes gradients like the rounding of logits and of their
-            gradients to bfloat16 or float16; for float32 and float64 it drops nothing.
+            may drop less; the torch backend, which serves a CPU, drops nothing. "rounding" drops about as much as
+            changes gradients like the rounding of logits and of their gradients to bfloat16 or float16; for float32
+            and float64 it drops nothing.
         ring_gradients: over a group, the type in which the gradients of columns are sent and summed. "float32" (float64
             for float64 features), or "features" for the type of the features, which halves the traffic of bfloat16
             and rounds once per rank.

@@ -42,3 +42,20 @@ def test_a_method_that_ran_out_of_memory_has_a_cross() -> None:
     rows[-1] = {**rows[-1], "status": "oom"}
     text = charts.lines([{**r, "median_ms": 20.0 * (1 + i)} for i, r in enumerate(rows)], "median_ms", "a")
     assert text.count("l10 10 m0 -10 l-10 10") == 1
+
+
+def test_times_from_64_rows_on_have_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not charts.size_charts({"results": []})
+    rows = [
+        {"loss": loss, "rows": n, "method": method, "status": "ok", "median_ms": n / 100}
+        for loss in charts.IN_SIZES
+        for n in (64, 65536)
+        for method in ("tilewise", "dense")
+    ]
+    rows[-1] = {**rows[-1], "status": "oom"}
+    found = charts.size_charts({"width": 512, "device": "card", "results": rows})
+    assert len(found) == 3
+    assert all("tilewise" in text and "PyTorch, all scores" in text for text in found.values())
+    assert [text.count("out of memory") for text in found.values()] == [0, 0, 1]
+    monkeypatch.setattr(charts, "size_charts", lambda: found)
+    assert all(chart in "\n".join(charts.tables()) for chart in found)

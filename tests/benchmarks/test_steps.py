@@ -119,6 +119,7 @@ def test_pages_show_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(steps, "COMMITTED", path)
     files = steps.written()
     readme, page = files[steps.README], files[steps.PAGE]
+    assert "**115 GiB become 11.2 GiB**: a training step of Qwen3-0.6B, 65,536 tokens, takes 0.93 times" in readme
     assert "| step | tilewise | transformers |" in readme
     assert "| Qwen3-0.6B, 65,536 tokens | 1,417.2 ms, 11.25 GiB | 1,527.5 ms, 115.30 GiB |" in readme
     assert "| Gemma-3-1B, 65,536 tokens | 1,700.0 ms, 9.00 GiB | out of memory |" in readme

@@ -11,6 +11,7 @@ import dataclasses
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,12 +34,15 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.kernels.host_scalar import HostScalar
+from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.registry import load_backend
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.ops import limits
 from tilewise.ops import rows as drop_rows
 
 LOSS_FLOOR = 1e-5  # a rounded number may hit the truth by luck; nobody must be luckier
+TF32_FLOOR = 2e-4  # of the gradient of a number: G is rounded to 11 significant bits before its sum
+NUMBERS = "scale", "temperature", "bias"
 GRAD_FLOOR = {torch.float32: 0.0, torch.float16: 5e-4, torch.bfloat16: 4e-3}  # of single numbers and of biases
 CHUNK = 65_536
 
@@ -340,6 +344,74 @@ def check_tf32(place: Place, n: int, d: int, seed: int) -> None:
     assert errors["high"] <= 5e-3
     if place.device == "cuda":
         assert errors["high"] > 5 * errors["highest"]
+
+
+def errors_in_tf32(
+    place: Place, name: str, n: int, d: int, first_seed: int, seeds: int = 8, **settings: Any
+) -> dict[str, tuple[float, float]]:
+    """The error of a loss and of its gradients in TF32, ours and that of the dense path, the means over seeds."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(first_seed, first_seed + seeds):
+        made = problem(name, torch.float32, n=n, d=d, seed=seed, device=place.device)
+        want = flat(solve(made.dense, converted(made.leaves, torch.float64)))
+        ours = flat(solve(made.ours, made.leaves, options=place.options(precision="high", **settings)))
+        with matmul_precision("high"):
+            dense = flat(solve(made.dense, made.leaves))
+        for key, exact in want.items():
+            pair = relative_error(ours[key], exact), relative_error(dense[key], exact)
+            found.setdefault(key, []).append(pair)
+    return {key: (mean(one for one, _ in each), mean(other for _, other in each)) for key, each in found.items()}
+
+
+def flat(solved: tuple[Tensor, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A loss and its gradients by name."""
+    return {"loss": solved[0], **solved[1]}
+
+
+def check_tf32_errors(place: Place, name: str, n: int, d: int, seed: int, **settings: Any) -> None:
+    """At most 1.5 times the dense path's error in TF32; a number's gradient may be off as its rounded terms are."""
+    for key, (ours, dense) in errors_in_tf32(place, name, n, d, seed, **settings).items():
+        floor = TF32_FLOOR if key in NUMBERS else 0.0
+        assert ours <= max(1.5 * dense + 1e-6, floor), f"{key}: error {ours:.2g}, dense {dense:.2g}"
+
+
+def search_errors_in_tf32(
+    place: Place, n: int, m: int, d: int, first_seed: int, seeds: int = 8
+) -> dict[str, tuple[float, float]]:
+    """As `errors_in_tf32`, of the scores of the nearest items, and the shares of wrong items and of wrong ranks."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    options = place.options(precision="high")
+    for seed in range(first_seed, first_seed + seeds):
+        generator = torch.Generator(place.device).manual_seed(seed)
+        queries = F.normalize(torch.randn(n, d, device=place.device, generator=generator), dim=1)
+        gallery = F.normalize(torch.randn(m, d, device=place.device, generator=generator), dim=1)
+        gallery[:n] = F.normalize(gallery[:n] + 0.3 * queries, dim=1)  # some are better than the answer
+        found_scores, items = tw.nearest(queries, gallery, k=10, options=options)
+        ours = found_scores, items, tw.retrieval_ranks(queries, gallery, options=options)
+        exact = queries.double() @ gallery.double().T
+        with matmul_precision("high"):
+            dense = found_in(queries @ gallery.T)
+        want = found_in(exact)
+        for key, at in (("scores", 0), ("items", 1), ("ranks", 2)):
+            if key == "scores":  # against the true scores of the items that were found
+                pair = tuple(relative_error(one[0], exact.gather(1, one[1])) for one in (ours, dense))
+            else:
+                pair = tuple((one[at] != want[at]).double().mean().item() for one in (ours, dense))
+            found.setdefault(key, []).append(pair)
+    return {key: (mean(one for one, _ in each), mean(other for _, other in each)) for key, each in found.items()}
+
+
+def found_in(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores and places of the ten nearest items, and the rank of item i for query i."""
+    top = scores.topk(10)
+    return top.values, top.indices, (scores > scores.diagonal()[:, None]).sum(1)
+
+
+def check_search_in_tf32(place: Place, n: int, m: int, d: int, seed: int) -> None:
+    """At most 1.5 times what a stored matrix of scores in TF32 has."""
+    for key, (ours, dense) in search_errors_in_tf32(place, n, m, d, seed).items():
+        slack = 1e-6 if key == "scores" else 3.0 / n  # a few items and ranks change places by chance
+        assert ours <= 1.5 * dense + slack, f"{key}: error {ours:.2g}, dense {dense:.2g}"
 
 
 def check_large(

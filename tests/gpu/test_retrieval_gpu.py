@@ -1,8 +1,9 @@
-"""Ranks on a CUDA device: ties, both directions, and that a rank depends on nothing but the features."""
+"""Ranks and nearest items on a CUDA device: ties, both directions, and scores that depend on nothing but features."""
 
 import pytest
 import torch
 from tests.gpu.checks import CHUNK
+from tests.test_nearest import assert_same, dense
 
 from tilewise.kernels.registry import choose_scorer
 from tilewise.kernels.torch_impl.ranks import ScoreTile
@@ -153,3 +154,66 @@ def test_a_gallery_on_the_host_gives_the_bits_of_one_on_the_device(backend, dtyp
         found = retrieval_ranks_both(queries, there, positives, options=options)
         assert torch.equal(found.query_to_gallery, ranks.query_to_gallery)
         assert torch.equal(found.gallery_to_query, ranks.gallery_to_query)
+
+
+@DTYPES
+@pytest.mark.parametrize("n, m, d, k", [(1, 1, 3, 2), (300, 20000, 8, 100), (130, 5000, 72, 10), (70, 9000, 5, 1024)])
+def test_the_nearest_are_those_of_a_stable_sort(n, m, d, k, dtype):
+    """Nearly every choice is a tie."""
+    queries, gallery = whole_numbers(1, n, d, dtype), whole_numbers(2, m, d, dtype)
+    assert_same(nearest(queries, gallery, k, options=FUSED), dense(queries, gallery, k))
+
+
+@DTYPES
+@pytest.mark.parametrize("names", [["exclude"], ["below"], ["query_ids", "gallery_ids"], []])
+def test_what_is_not_wanted_is_not_found(names, dtype):
+    queries, gallery = whole_numbers(1, 500, 9, dtype), whole_numbers(2, 7000, 9, dtype)
+    generator = torch.Generator("cuda").manual_seed(3)
+    ids = [torch.randint(0, 9, (rows,), generator=generator, device="cuda") * 2**40 for rows in (500, 7000)]
+    exclude = torch.randint(-1, 7000, (500, 3), generator=generator, device="cuda")
+    more = {"query_ids": ids[0], "gallery_ids": ids[1], "exclude": exclude}
+    more["below"] = torch.arange(500, device="cuda") % 7 - 3.0
+    some = {name: more[name] for name in names or more}
+    assert_same(nearest(queries, gallery, 30, **some, options=FUSED), dense(queries, gallery, 30, **some))
+
+
+@pytest.mark.parametrize("order", ["rising", "falling", "all equal", "all negative"])
+def test_buffers_that_overflow(order):
+    """In a gallery in rising order every item enters. In one of negative scores columns past the end would, too."""
+    gallery = torch.arange(-3000.0, 3000.0, device="cuda")[:, None]
+    gallery = {
+        "rising": gallery, "falling": gallery.flip(0), "all equal": gallery * 0, "all negative": gallery[:2999]
+    }[order]  # fmt: skip
+    queries = torch.ones(200, 1, device="cuda")
+    assert_same(nearest(queries, gallery, 40, options=FUSED), dense(queries, gallery, 40))
+
+
+@DTYPES
+def test_a_found_score_has_the_bits_of_a_rank(dtype):
+    """In bfloat16, n and m are those of several launches of many tiles, with rows in two parts of the workspace."""
+    queries, gallery = features(1, 3000, 200, dtype), features(2, 30000, 200, dtype)
+    found = nearest(queries, gallery, 100, options=TileOptions(backend="triton", precision="highest", workspace_mib=8))
+    places = retrieval_ranks(queries, gallery, found.indices, options=FUSED)
+    assert torch.equal(places, torch.arange(100, device="cuda").expand(3000, -1))
+
+
+def test_copies_run_while_the_device_searches(monkeypatch):
+    """The gallery of the host is copied in blocks from pinned memory, beside the kernels of the block before."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**25)
+    queries, gallery = features(1, 8192, 256, torch.bfloat16), features(2, 2**19, 256, torch.bfloat16)
+    want, host = nearest(queries, gallery, 10, options=FUSED), gallery.cpu()
+    nearest(queries, host[:100000], 10, options=FUSED)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        got = nearest(queries, host, 10, options=FUSED)
+    assert torch.equal(got.indices, want.indices)
+    assert torch.equal(got.scores, want.scores)
+    spans = {"Memcpy HtoD (Pinned": [], "search_kernel": []}
+    for event in seen.events():
+        for name, span in spans.items():
+            if event.name.startswith(name):
+                span.append((event.time_range.start, event.time_range.end))
+    copies, searches = spans.values()
+    large = [(start, stop) for start, stop in copies if stop - start > 100]  # microseconds
+    assert len(large) >= 7
+    beside = [any(start < end and begin < stop for begin, end in searches) for start, stop in large]
+    assert sum(beside) >= len(large) // 2, (beside, large, searches)

@@ -7,6 +7,7 @@ import torch
 from tests.gpu import checks
 from tests.gpu.checks import Place, peak_bytes
 from tests.kernels.pair_cases import CASES
+from tests.losses.loss_cases import CASES as LOSSES
 
 import tilewise as tw
 from tilewise.kernels import registry
@@ -74,6 +75,21 @@ def test_losses_of_aligned_pairs_are_not_negative(dtype, precision, lowest):
 
 def test_tf32_when_asked_for(seed):
     checks.check_tf32(GPU, n=2000, d=256, seed=seed)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_tf32_is_as_accurate_as_the_dense_path(name, seed):
+    """In tiles. The strategy for small batches multiplies with cuBLAS, as the dense path does."""
+    checks.check_tf32_errors(GPU, name, n=2000, d=128, seed=seed, gradients="backward")
+
+
+@pytest.mark.parametrize("name", ["info_nce", "cross_entropy", "siglip"])
+def test_tf32_in_one_pass_is_as_accurate_as_the_dense_path(name, seed):
+    checks.check_tf32_errors(GPU, name, n=3000, d=128, seed=seed, gradients="forward")
+
+
+def test_tf32_of_ranks_and_nearest_is_as_accurate_as_the_dense_path(seed):
+    checks.check_search_in_tf32(GPU, n=2000, m=20_000, d=256, seed=seed)
 
 
 # Size ------------------------------------------------------------------------------------------------------------
@@ -195,6 +211,6 @@ def test_auto_takes_triton_and_says_why_not(caplog):
 
 
 @pytest.mark.parametrize("name, width", [("bfloat16", 1024), ("float32", 512)])
-def test_the_check_of_tuned_sizes_accepts_those_of_the_table(name, width):
+def test_the_check_of_tuned_sizes_accepts_those_for_other_cards(name, width):
     device, item = torch.device("cuda", torch.cuda.current_device()), TYPES[name][0].itemsize
-    assert why_not_all(device, item, registry.size_table().row_of(device, item), (width,)) is None
+    assert why_not_all(device, item, registry.size_table().TABLE["other", item], (width,)) is None

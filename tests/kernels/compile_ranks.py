@@ -24,13 +24,17 @@ def main() -> None:
                 (ranks.diagonal_kernel, set(), 1),
             ]
         for kernel, present, answers in work:
-            constants = {"D": 512, "EXACT": FULL, "ANSWERS": answers}
-            constants["PIECE"] = nearest.PIECES.get(capability // 10, nearest.OTHER_PIECE)
+            constants = {"D": 512, "EXACT": FULL, "ANSWERS": answers, "PTX": True}
             made = compiled_tiles(kernel, constants, present, dtype, capability, sizes)
             programs = 1 if kernel is ranks.diagonal_kernel else sizes.programs
-            show(capability, kernel.__name__, made, programs, dtype=dtype, present=sorted(present))
+            more = {"dtype": dtype, "present": sorted(present)}
+            if kernel is nearest.search_kernel:
+                here, copies = (made.asm[kind].count("@p atom.global.relaxed") for kind in ("ptx", "ttgir"))
+                more["reserved"] = nearest.PARTS * 32 * sizes.warps * here // copies
+                more["scores"] = sizes.rows * sizes.cols
+            show(capability, kernel.__name__, made, programs, **more)
         if every:
-            made = compiled(nearest.select_kernel, {"WIDTH": 512}, set(), dtype, capability, warps=2, stages=1)
+            made = compiled(nearest.select_kernel, {"WIDTH": 512}, set(), dtype, capability, warps=1, stages=1)
             show(capability, "select_kernel", made)
 
 

@@ -15,7 +15,7 @@ TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALL_NEEDS = Needs(a=True, b=True, scale=True)
 POINTERS = dict.fromkeys(("row_key", "col_key", "row_skip", "col_skip"), "*i64")
 MORE = ("factor", "grad_output", "size", *(f"g_{name}" for name in GRADIENTS))
-POINTERS |= dict.fromkeys(("scale", "bias", "weight", "square", *MORE), "*fp32")
+POINTERS |= dict.fromkeys(("scale", "bias", "each", "square", *MORE), "*fp32")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ TOKENS = replace(HEAD, row_entropy=True, row_top=True)
 IDS = ("row_skip", "col_skip")
 EVERYTHING = Case(
     replace(HEAD, softcap=30.0),
-    ("scale", "row_key", "bias", "weight", "square"),
+    ("scale", "row_key", "bias", "each", "square"),
     ALL_NEEDS._replace(bias=True),
     kept=True,
     size=(1000, 4001),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 import triton
+from benchmarks.compilers import IN_REGISTERS
 from tests.kernels.resources import resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -17,7 +18,7 @@ from triton.compiler import ASTSource
 from tilewise.kernels.known_faults import FAULTS
 from tilewise.kernels.triton_impl.buffers import Buffer
 from tilewise.kernels.triton_impl.launch import code_of, declared
-from tilewise.kernels.triton_impl.sizes import TABLE, architecture
+from tilewise.kernels.triton_impl.sizes import TABLE, TF32, architecture
 from tilewise.kernels.triton_impl.two_pass.guide import stored_block
 
 FLOATS = {"softcap", "tolerance", "usable", "share", "most_entropy", "guide_softcap", "hot", "beta", "rest", "limit"}
@@ -53,6 +54,7 @@ FEATURES = {"a", "b", "e", "g", "out", "scaled", "values", "grad", "mean", "mass
 CAPABILITIES = 80, 86, 89, 90, 100, 120
 # Every capability, and both sizes of a type on each row of the size table
 QUICK = (80, "bf16"), (89, "bf16"), (90, "bf16"), (100, "bf16"), (80, "fp32"), (86, "fp32"), (90, "fp32"), (120, "fp32")
+QUICK += ((90, TF32),)  # float32 in TF32, where it has sizes of its own
 
 
 def cards() -> Iterator[tuple[int, str, bool]]:
@@ -62,8 +64,8 @@ def cards() -> Iterator[tuple[int, str, bool]]:
     the largest kernels are compiled in all three types, and the rest in bfloat16. Capability 8.6 has the sizes of 8.9.
     """
     full = {"quick": False, "full": True}[sys.argv[1]]
-    for dtype in ("bf16", "fp16", "fp32"):
-        for capability in CAPABILITIES:
+    for dtype in ("bf16", "fp16", "fp32", TF32):
+        for capability in CAPABILITIES if dtype != TF32 else (90,):
             if full or (capability, dtype) in QUICK:
                 yield capability, dtype, full and dtype == "bf16" and capability != 86
 
@@ -76,7 +78,7 @@ def cannot_compile(capability: int) -> bool:
 
 def row_for(capability: int, dtype: str):
     """The row of the size table."""
-    return TABLE[architecture(divmod(capability, 10)), 4 if dtype == "fp32" else 2]
+    return TABLE[architecture(divmod(capability, 10)), {"fp32": 4, TF32: TF32}.get(dtype, 2)]
 
 
 def compiled(kernel, constants, present, dtype, capability, *, blocks=None, warps=4, stages=2, types=None):
@@ -90,6 +92,8 @@ def compiled(kernel, constants, present, dtype, capability, *, blocks=None, warp
     """
     places, optional, dynamic = declared(kernel)
     blocks, types = blocks or {}, types or {}
+    if dtype == TF32:
+        dtype, constants = "fp32", constants | {"EXACT": TF32}
     constants = constants | {"CODE": code_of(tuple(constants.values()))}
     signature, values = {}, {}
     for name, place in places.items():
@@ -154,4 +158,5 @@ def show(capability, kernel, result, programs=1, **more) -> None:
     """Print a line about a compiled kernel."""
     line = {"capability": capability, "kernel": kernel, "shared": result.metadata.shared, "programs": programs}
     line |= {"threads": 32 * result.metadata.num_warps} | resources(result.asm["cubin"])
+    line["in_registers"] = len(IN_REGISTERS.findall(result.asm["ptx"]))  # products with an operand in registers
     print(json.dumps(line | more), flush=True)

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import dense_filter
 from tests.compare import assert_close
 from tests.kernels.interpreted import INTERPRETED
 from tests.kernels.quick_interpreter import make_quick
@@ -61,16 +62,16 @@ def rule(pair, spec, order, rows, options=OPTIONS):
     x = F.pad(x[:, order.long()], (0, tiles * width - m), value=-torch.inf).view(len(rows), tiles, width)
     few = dataclasses.replace(pair, row_key=pair.row_key[rows])
     part = x.logsumexp(2).T
-    valid, place, lse = few.row_key >= 0, plans.places_of(order, few), part.logsumexp(0)
+    valid, place, lse = few.row_key >= 0, dense_filter.places_of(order, few), part.logsumexp(0)
     own = x.reshape(len(rows), -1).gather(1, place.clamp(min=0)[:, None]).squeeze(1)
     each = entropy = None
     if spec.row_entropy:
         p = x.softmax(2)
         each = torch.where(p > 0, -p * p.log(), 0.0).nan_to_num().sum(2).T
-        entropy = plans.dropped_entropy(part - lse, each).sum(0)
-    most = plans.limits(options, m, torch.where(place >= 0, own - lse, -torch.inf), entropy)
+        entropy = dense_filter.dropped_entropy(part - lse, each).sum(0)
+    most = dense_filter.limits(options, m, torch.where(place >= 0, own - lse, -torch.inf), entropy)
     tolerance = plans.tolerance_of(options, pair.a.dtype)
-    return plans.choose(part, lse, place[:, None], valid, tolerance, width, most, each) < 0
+    return dense_filter.choose(part, lse, place[:, None], valid, tolerance, width, most, each) < 0
 
 
 @TYPES
@@ -416,6 +417,6 @@ def test_scores_that_are_rounded_too_coarsely(n, m, d, what, dtype):
             pair.bias[9] = -torch.inf if what == "infinite bias" else (factor - 0.9) * limit
         pair = dataclasses.replace(pair, scale=scale)
         exceeds = FilterForward(pair, SPEC, OPTIONS)._rounding_exceeds()
-        assert exceeds.tolist() == plans.rounding_exceeds(pair, 1e-2).tolist()
+        assert exceeds.tolist() == dense_filter.rounding_exceeds(pair, 1e-2).tolist()
         found += exceeds.tolist()
     assert found == [0, what in ("scale", "a row", "a column", "bias")]

@@ -1,4 +1,4 @@
-"""The filter kernels in Triton's interpreter: same plan and gradients as the filter of the torch backend."""
+"""The filter kernels in Triton's interpreter: same plan and gradients as the dense filter."""
 
 import dataclasses
 import doctest
@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 from tests.compare import assert_close
+from tests.dense_filter import DenseFilter, places_of
 from tests.kernels.interpreted import BACKEND, IN_THE_INTERPRETER
 
 from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats, wanted_names
 from tilewise.kernels.torch_impl.backend import TorchBackend
-from tilewise.kernels.torch_impl.filtered import TorchFilter
 from tilewise.kernels.triton_impl import sizes
 from tilewise.kernels.triton_impl.filtered import forward as filter_forward
 from tilewise.kernels.triton_impl.filtered.backward import Blocks
@@ -53,7 +53,7 @@ def check(pair, grad, *, softcap=0.0, options=OPTIONS, needs=ALL, tolerance=None
     tolerance = tolerance or (2e-6 if pair.a.dtype == torch.float32 else 3e-3)
     spec = PairSpec(**{"row_lse": True, "positive": "one", "softcap": softcap, "drop_rows": True, **fields})
     stats, plan = TritonFilter().forward(pair, spec, options)
-    want_stats, want = TorchFilter().forward(pair, spec, options)
+    want_stats, want = DenseFilter().forward(pair, spec, options)
     valid = pair.row_key >= 0
     for name in wanted_names(spec):
         got, right = getattr(stats, name)[valid], getattr(want_stats, name)[valid]
@@ -73,7 +73,7 @@ def check(pair, grad, *, softcap=0.0, options=OPTIONS, needs=ALL, tolerance=None
     assert 0.01 < share < 0.9
     known = Stats(row_lse=want_stats.row_lse, row_entropy=want_stats.row_entropy)
     got = TritonFilter().backward(pair, known, plan, grad, needs, spec, options)
-    right = TorchFilter().backward(pair, known, want, grad, needs, spec, options)
+    right = DenseFilter().backward(pair, known, want, grad, needs, spec, options)
     for name in ("a", "b", "scale", "bias"):
         value, expected = getattr(got, name), getattr(right, name)
         if not getattr(needs, name):
@@ -116,7 +116,7 @@ def test_picked_columns(softcap, entropy):
     check(pair, with_entropy(grad) if entropy else grad, softcap=softcap, row_entropy=entropy, row_picked=True)
     spec = PairSpec(row_lse=True, positive="one", drop_rows=True, row_picked=True)
     _, plan = TritonFilter().forward(pair, spec, OPTIONS)
-    place = plans.places_of(plan.order, pair, pick)
+    place = places_of(plan.order, pair, pick)
     kept = plan.mass[(place // plans.tile_width(331)).clamp(min=0), torch.arange(70)[:, None]] < 0
     assert kept[valid & (place >= 0)].all()
 
@@ -160,7 +160,7 @@ def test_nan_is_the_largest_score():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("softcap", [0.0, 12.0])
-def test_beside_the_torch_backend(dtype, softcap):
+def test_beside_the_dense_filter(dtype, softcap):
     check(*make_pair(dtype, zero=dtype == torch.float32), softcap=softcap)
 
 

@@ -1,12 +1,17 @@
 """Launches check the names of their arguments; a kernel is compiled once for each kind of arguments."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed on this platform")
 
+import triton
 import triton.language as tl
 from tests.kernels.interpreted import IN_THE_INTERPRETER
+from triton.knobs import HookChain
+from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.errors import BackendError
@@ -71,14 +76,17 @@ class CompiledKernel:
 
     def __init__(self):
         self.fn, self.calls = add_kernel.fn, []
+        self.function, self.packed_metadata = "function", "metadata"
 
     def warmup(self, *args, grid, **options):
         self.calls.append(options)
         return self
 
     def __getitem__(self, grid):
-        self.calls.append(grid)
-        return lambda *args: self.calls.append(len(args))
+        return lambda *args: self.calls.append(("with hooks", grid, len(args)))
+
+    def run(self, *args):
+        self.calls.append((*args[:9], len(args) - 9))
 
 
 @pytest.fixture
@@ -87,6 +95,7 @@ def capturing(monkeypatch):
     found = [False]
     monkeypatch.setattr(launching, "_compiled", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found[0])
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda index: f"stream of {index}"))
     return found
 
 
@@ -99,8 +108,9 @@ def test_what_a_compiled_kernel_depends_on():
         made.calls.clear()
         arguments = [*(given | changes).values()]
         compiled_launch(made, programs, arguments, device, warps, stages)(*arguments)
-        assert made.calls[-2:] == [(programs, 1, 1), 5]
-        return len(made.calls) == 3
+        stream = f"stream of {device.index}"
+        assert made.calls[-1] == (programs, 1, 1, stream, "function", "metadata", None, None, None, 5)
+        return len(made.calls) == 2
 
     assert compiles()
     assert made.calls[0] == {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
@@ -111,6 +121,31 @@ def test_what_a_compiled_kernel_depends_on():
     for change in (*different, {"warps": 8}, {"stages": 3}, {"device": torch.device("cuda", 1)}):
         assert compiles(**change), change
         assert not compiles(**change), change
+
+
+@pytest.mark.usefixtures("capturing")
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_of_profilers_are_called_by_tritons_launcher(name, monkeypatch):
+    """Those that are added later too; a hook may also be a plain function, or None."""
+    made = CompiledKernel()
+    start = compiled_launch(made, 7, [None, None, None, 5, 8], CARD, 4, 2)
+
+    def hooked():
+        start(1, 2)
+        return made.calls[-1] == ("with hooks", (7, 1, 1), 2)
+
+    assert not hooked()
+    chain = HookChain()
+    monkeypatch.setattr(triton.knobs.runtime, name, chain)
+    assert not hooked()
+    chain.add(print)
+    assert hooked()
+    chain.remove(print)
+    assert not hooked()
+    monkeypatch.setattr(triton.knobs.runtime, name, print)
+    assert hooked()
+    monkeypatch.setattr(triton.knobs.runtime, name, None)
+    assert not hooked()
 
 
 def test_no_kernel_is_loaded_while_a_graph_is_captured(capturing):

@@ -16,6 +16,12 @@ pytestmark = IN_THE_INTERPRETER
 FUSED = TileOptions(backend="triton")
 
 
+@pytest.fixture
+def smallest_buffer(monkeypatch):
+    """Sets how many keys of a row are kept at least, so that a small gallery fills it."""
+    return lambda keys: monkeypatch.setattr(fused, "SMALLEST_BUFFER", keys)
+
+
 def numbers(n, m, d, dtype=torch.float32, largest=2):
     generator = torch.Generator().manual_seed(n + m)
     return [torch.randint(-largest, largest + 1, (rows, d), generator=generator).to(dtype) for rows in (n, m)]
@@ -23,14 +29,14 @@ def numbers(n, m, d, dtype=torch.float32, largest=2):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("n, m, d, k", [(1, 1, 1, 1), (5, 130, 7, 5), (3, 90, 16, 120)])
-def test_equals_a_stable_sort(n, m, d, k, dtype, monkeypatch):
-    monkeypatch.setattr(fused, "SMALLEST_BUFFER", 16)
+def test_equals_a_stable_sort(n, m, d, k, dtype, smallest_buffer):
+    smallest_buffer(16)
     queries, gallery = numbers(n, m, d, dtype)
     assert_same(tw.nearest(queries, gallery, k, options=FUSED), dense(queries, gallery, k))
 
 
-def test_unwanted_items_are_left_out(monkeypatch):
-    monkeypatch.setattr(fused, "SMALLEST_BUFFER", 16)
+def test_unwanted_items_are_left_out(smallest_buffer):
+    smallest_buffer(16)
     queries, gallery = numbers(7, 80, 5)
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(0, 9, (rows,), generator=generator) * 2**40 for rows in (7, 80)]
@@ -42,9 +48,9 @@ def test_unwanted_items_are_left_out(monkeypatch):
 
 
 @pytest.mark.parametrize("rising", [True, False])
-def test_a_buffer_that_overflows(rising, monkeypatch):
+def test_a_buffer_that_overflows(rising, smallest_buffer, monkeypatch):
     """In a gallery in rising order every item enters, so that launches are repeated with fewer columns."""
-    monkeypatch.setattr(fused, "SMALLEST_BUFFER", 8)
+    smallest_buffer(8)
     launched, launch = [], fused.FusedSearcher._launch
     monkeypatch.setattr(fused.FusedSearcher, "_launch", lambda *a: (launched.append(a[4]["m"]), launch(*a)))
     gallery = torch.arange(70.0).sort(descending=not rising).values[:, None]
@@ -53,9 +59,9 @@ def test_a_buffer_that_overflows(rising, monkeypatch):
     assert (launched != sorted(launched)) == rising
 
 
-def test_rows_in_parts_and_shards_of_a_ring(monkeypatch):
+def test_rows_in_parts_and_shards_of_a_ring(smallest_buffer):
     """The blocks of a ring come in falling order, so an equal score of a later block may enter."""
-    monkeypatch.setattr(fused, "SMALLEST_BUFFER", 32)
+    smallest_buffer(32)
     queries, gallery = numbers(70, 90, 3, largest=1)
     searcher = registry.choose_searcher(queries.device, 3, queries.dtype, FUSED)
     searcher.workspace = 1

@@ -145,12 +145,12 @@ def test_the_peak_is_that_of_the_allocations(monkeypatch):
 
     def allocated(step, values):
         out = step.out
-        values.tensors[out.place] = torch.empty_strided(out.shape, out.strides, dtype=out.dtype)
+        if step.makes:
+            values.tensors[out.place] = torch.empty_strided(out.shape, out.strides, dtype=out.dtype)
 
     for step in (Product, Total):
         monkeypatch.setattr(step, "run", allocated)
-    step = Program._step
-    monkeypatch.setattr(Program, "_step", lambda self, one, values: step(self, one, values) if one.makes else None)
+    monkeypatch.setattr(Program, "_step", lambda *_: None)
     for program in several():
         sizes = []
 
@@ -234,7 +234,7 @@ def test_launches_replaced_by_nothing(monkeypatch):
     )
     program = programs.loss_program(key("clip", n=8, m=8, dtype=torch.float32, needs=Needs(scale=True)))
     x = torch.randn(8, 32)
-    found = program.run(torch.device("cpu"), x, x, torch.tensor(2.0), None, None, *(None,) * 6, 0.5)
+    found = program.run(torch.device("cpu"), x, x, 2.0, 0.5)
     assert seen == ["rows_kernel", "rows_kernel", "both_kernel", "finish_kernel"]
     assert [tuple(value.shape) for value in found] == [(), (8, 32), (8, 32), ()]
     assert isinstance(program.steps[0], Product)

@@ -10,8 +10,9 @@ pytest.importorskip("triton", reason="triton is not installed on this platform")
 from tests.kernels.test_program import steps_of
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilewise.kernels.triton_impl import buffers
 from tilewise.kernels.triton_impl import program as programming
-from tilewise.kernels.triton_impl.buffers import Descriptor, Values
+from tilewise.kernels.triton_impl.buffers import Descriptor
 from tilewise.kernels.triton_impl.launch import kernel
 from tilewise.kernels.triton_impl.program import Program
 from tilewise.kernels.triton_impl.small import kernels
@@ -168,7 +169,7 @@ def test_threads_run_one_program_side_by_side():
 def test_launches_on_a_card_take_addresses(monkeypatch):
     """Those of their run, which are not those of the first one; in a loop they move."""
     seen = []
-    monkeypatch.setattr(Values, "__post_init__", lambda self: setattr(self, "on_card", True))
+    monkeypatch.setattr(buffers, "is_card", lambda device: True)
     monkeypatch.setattr(programming, "compiled_launch", lambda *_: lambda *given: seen.append(given))
     program = Program()
     x = program.given("x", torch.empty(64, 16))

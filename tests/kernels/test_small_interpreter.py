@@ -103,7 +103,8 @@ def test_token_statistics_equal_the_oracle(dtype, used):
 
 def job(spec, n, m, d, *, has_row_key=False, kept=False):
     shape = PairShape(n, m, d, torch.float32, torch.device("cpu"), has_row_key=has_row_key)
-    return TritonJob(SmallKey(shape, spec, Needs(), "torch", frozenset(), False, kept))
+    present = frozenset({"row_key"} if has_row_key else ())
+    return TritonJob(SmallKey(shape, spec, Needs(), "torch", present, False, kept))
 
 
 @pytest.mark.parametrize("counted", [0, 2048])

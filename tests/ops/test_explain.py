@@ -1,6 +1,7 @@
 """`tw.explain`: the decision that the call itself takes, without computing anything, and a memory bound that holds."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def head(n, m, d, dtype=torch.float32):
     [
         ({}, "one_pass", "scalar"),
         ({"gradients": "backward"}, "two_pass", "backward"),
-        ({"filter_tolerance": 0.01}, "filtered", "0.01"),
+        ({"filter_tolerance": 0.01}, "two_pass", "this backend has no filter"),
         ({"filter_tolerance": 1e-35}, "two_pass", "too small for float32"),
         ({"workspace_mib": 1}, "two_pass", "rows"),
     ],
@@ -158,7 +159,6 @@ LOSSES = {
     "nt_xent": lambda x, y, **how: tw.nt_xent(x, **how),
     "info_nce": lambda x, y, **how: tw.info_nce(x, y, **how),
     "cross entropy": lambda x, y, **how: tw.linear_cross_entropy(x, y, labels(x, y), **how),
-    "filtered": lambda x, y, **how: tw.linear_cross_entropy(x, y, labels(x, y), **how),
     "token stats": lambda x, y, **how: tw.linear_token_stats(x, y, labels(x, y), **how).entropy.sum(),
     "distillation": lambda x, y, **how: tw.linear_distillation_loss(x, y, x.detach(), y.detach(), beta=0.3, **how),
 }
@@ -168,16 +168,12 @@ def labels(x, y):
     return torch.arange(len(x), device=x.device) % len(y)
 
 
-def settings_of(name):
-    return tw.TileOptions(filter_tolerance=1e-2 if name == "filtered" else 0.0)
-
-
 def measured_loss(name, n, m, d, dtype):
     """A small step and the one that counts; see `peak_bytes`."""
 
     def step(n, m):
         leaves = [torch.randn(rows, d).to(getattr(torch, dtype)).requires_grad_() for rows in (n, m)]
-        return lambda: torch.autograd.grad(LOSSES[name](*leaves, options=settings_of(name)), leaves, allow_unused=True)
+        return lambda: torch.autograd.grad(LOSSES[name](*leaves), leaves, allow_unused=True)
 
     few, more = (
         step(512, 512),
@@ -196,7 +192,6 @@ def measured_loss(name, n, m, d, dtype):
         ("info_nce", 1024, 1024, 256, "float64"),
         ("cross entropy", 500, 8000, 128, "float32"),
         ("cross entropy", 500, 8000, 128, "bfloat16"),
-        ("filtered", 500, 8000, 128, "float32"),
         ("token stats", 4096, 20_000, 32, "float32"),
         ("distillation", 300, 1000, 64, "float32"),
     ],
@@ -204,11 +199,11 @@ def measured_loss(name, n, m, d, dtype):
 def test_the_bound_is_that_of_the_call(name, n, m, d, dtype):
     """Far below the workspace of 256 MiB, of which these calls use little."""
     leaves = [torch.empty(rows, d, dtype=getattr(torch, dtype), requires_grad=True) for rows in (n, m)]
-    (found,) = tw.explain(LOSSES[name], *leaves, options=settings_of(name)).calls
+    (found,) = tw.explain(LOSSES[name], *leaves).calls
     arguments = {"name": name, "n": n, "m": m, "d": d, "dtype": dtype}
     peak = peak_bytes("tests.ops.test_explain:measured_loss", arguments)
     assert peak <= found.peak_bytes + 24 * (n + m) * 8 + MIB
-    assert found.peak_bytes <= (4 if name == "filtered" else 2) * peak + 2 * MIB
+    assert found.peak_bytes <= 2 * peak + 2 * MIB
 
 
 def test_the_bound_of_kernels_is_that_of_the_call():
@@ -259,6 +254,39 @@ def test_the_bound_holds_over_a_group():
     (alone,) = tw.explain(tw.clip_loss, x, y, 2.0, options=options).calls
     peak = peak_bytes("tests.ops.test_explain:measured_ring", {"n": n, "d": d, "workspace_mib": mib})
     assert 2 * alone.peak_bytes < peak <= 2 * found.peak_bytes + 2 * MIB
+
+
+@pytest.mark.parametrize("columns, launches", [(0, 4), (16, 2), (8192, 1)])
+def test_the_launches_of_a_ring_are_those_that_run(columns, launches, set_limits):
+    set_limits(ring_columns=columns)
+    x, y = head(8, 8, 16)
+
+    def of_one_rank(group):
+        return tw.explain(tw.clip_loss, x, y, 2.0, group=group) if group.rank() == 0 else None
+
+    (found,) = run_virtual(4, of_one_rank)[0].calls
+    words = {4: "each block of columns is", 2: "the blocks of 2 ranks are gathered and", 1: "the blocks of 4 ranks are"}
+    assert found.ring.startswith(f"4 ranks: {words[launches]}")
+    assert found.ring.endswith(f"{launches} launches in each direction")
+    assert f"\n  ring      {found.ring}" in str(found)
+    sizes = {"forward": [], "backward": []}  # of the columns of each launch of all ranks
+
+    def noting(name):
+        real = getattr(TorchBackend, name)
+
+        def call(backend, pair, *args, **more):
+            sizes[name].append(pair.b.shape[0])
+            return real(backend, pair, *args, **more)
+
+        return call
+
+    def step(group):
+        a, b = (value.detach().requires_grad_() for value in (x, y))
+        tw.clip_loss(a, b, 2.0, group=group).backward()
+
+    with mock.patch.multiple(TorchBackend, forward=noting("forward"), backward=noting("backward")):
+        run_virtual(4, step)
+    assert sizes["forward"] == sizes["backward"] == [8 * 4 // launches] * (4 * launches)
 
 
 def test_retrieval_is_refused():

@@ -11,15 +11,17 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.compare import assert_close, relative_error
+from tests.dense_filter import DenseFilter
 from tests.ops.filtered_cases import COLS, SCORES, Head, dense_g, dropped_mass, random, ranks, solve, tiles_of, worst
 from tests.oracles import linear_cross_entropy_dense
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.torch_impl.filtered import TorchFilter
 from tilewise.ops import route
 from tilewise.options import TileOptions
+
+pytestmark = pytest.mark.usefixtures("filter_on_cpu")
 
 
 @pytest.mark.usefixtures("never_dense", "nan_filled_empty")
@@ -281,15 +283,6 @@ def test_run_twice_and_multiplied():
     assert worst(thrice, {name: 3 * value for name, value in once.items()}) < 1e-6
 
 
-@pytest.mark.usefixtures("never_dense", "nan_filled_empty")
-def test_a_small_workspace_changes_nothing(monkeypatch):
-    head = Head(n=300)
-    want = head.grads(1e-2)
-    monkeypatch.setattr(TileOptions, "workspace_bytes", 2**18)  # of which half holds the plan
-    monkeypatch.setattr("tilewise.kernels.torch_impl.filtered.ROWS", 16)
-    assert worst(head.grads(1e-2), want) < 1e-10
-
-
 @pytest.mark.usefixtures("never_dense")
 def test_the_order_of_the_vocabulary_does_not_matter():
     """Columns that were moved before get the same gradients, moved: the order is undone exactly."""
@@ -307,7 +300,7 @@ def test_the_order_of_the_vocabulary_does_not_matter():
 @pytest.fixture
 def only_large_calls(monkeypatch):
     """The filter takes calls of more than 10 rows, and counts those that it gets."""
-    asked, plain = [], TorchFilter.forward
+    asked, plain = [], DenseFilter.forward
 
     def forward(self, pair, spec, options):
         asked.append(pair.a.shape[0])
@@ -317,7 +310,7 @@ def only_large_calls(monkeypatch):
         return real(shape, *rest) or (route.TOO_SMALL if shape.rows <= 10 else None)
 
     monkeypatch.setattr(route, "_why_not_filtered", why_not)
-    monkeypatch.setattr(TorchFilter, "forward", forward)
+    monkeypatch.setattr(DenseFilter, "forward", forward)
     return asked
 
 
@@ -337,7 +330,7 @@ def test_a_call_too_small_without_its_ignored_rows_is_exact(only_large_calls, ei
     def backward(self, *args, **kwargs):
         raise AssertionError("it was decided in forward")
 
-    monkeypatch.setattr(TorchFilter, "backward", backward)
+    monkeypatch.setattr(DenseFilter, "backward", backward)
     hidden, classifier, target, loss = eight_of_64
     loss().backward()
     assert only_large_calls == []

@@ -1,31 +1,52 @@
 """Backward that leaves out what carries no probability: when nothing is left out, and what it is as an operator."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
 from tests.compare import assert_close
-from tests.ops.filtered_cases import COLS, SCORES, Head, dense_g, random, solve, worst
+from tests.dense_filter import DenseFilter
+from tests.ops.filtered_cases import COLS, SCORES, Head, random, worst
 
 import tilewise as tw
 from tilewise.errors import GradientError
-from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.spec import Needs, Pair, PairShape, PairSpec
-from tilewise.kernels.torch_impl.filtered import TorchFilter, _order_and_sample
+from tilewise.kernels.spec import Needs, PairShape, PairSpec
+from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.ops import filter_report
 from tilewise.ops.call import TENSORS, Settings, encode
 from tilewise.ops.route import route
 from tilewise.options import TileOptions
 
+pytestmark = pytest.mark.usefixtures("filter_on_cpu")
+
 # When nothing is left out -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("tolerance", [1e-2, "rounding"])
+def test_without_a_filter_the_gradients_are_exact_and_the_report_says_so(backend, tolerance, monkeypatch):
+    """As on every CPU."""
+    monkeypatch.setattr(TorchBackend, "filtered", None)
+    head = Head(torch.bfloat16)
+    target = head.target.clone()
+    target[::4] = -100
+    options = TileOptions(backend=backend, filter_tolerance=tolerance)
+    with tw.record_filtering() as report:
+        got = head.grads(options=options, target=target)
+    want = head.grads(options=TileOptions(gradients="backward"), target=target)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert (report.dense, report.kept_share, report.largest_dropped) == ([True], [1.0], [0.0])
+    x = head.leaves
+    stats = tw.explain(tw.linear_token_stats, x["input"], x["weight"], target, options=options).calls[0]
+    assert stats.strategy == "two_pass"
+    assert stats.reason == "nothing is dropped: this backend has no filter; the Triton backend has one"
 
 
 def test_tolerance_zero_takes_the_exact_operator(monkeypatch, set_limits):
     set_limits(small_cpu=0)
     head = Head(torch.float32)
     default = head.grads(options=TileOptions())
-    monkeypatch.setattr(TorchFilter, "forward", None)  # would fail if called
+    monkeypatch.setattr(DenseFilter, "forward", None)  # would fail if called
     zero = head.grads(0.0)
     assert all(torch.equal(zero[name], default[name]) for name in zero)
     smooth = {"label_smoothing": 0.1}
@@ -81,7 +102,7 @@ def test_what_the_filter_does_not_know_is_exact(name):
     assert served == (name in (*known, *without_effect))
 
 
-def test_flat_rows_take_the_dense_path(monkeypatch):
+def test_flat_rows_take_the_dense_path():
     """They drop nothing, and their gradients are bitwise those of the exact operator."""
     x = random(40, 24, seed=1).float().requires_grad_()
     c = 0.1 * random(COLS, 24).float()
@@ -94,36 +115,6 @@ def test_flat_rows_take_the_dense_path(monkeypatch):
     # The log-sum-exps were added up in another order: equal up to the last digit.
     (want,) = torch.autograd.grad(tw.linear_cross_entropy(x, c, target), [x])
     assert_close(got, want, 1e-6)
-
-
-@pytest.mark.parametrize("share, dense", [(-1.0, True), (10.0, False)], ids=["dense", "skip"])
-@pytest.mark.parametrize("name", ["very peaked", "flat"])
-def test_whatever_a_sample_of_the_rows_says_the_loss_is_right(name, share, dense, monkeypatch):
-    """And where it expected too few pairs, too many are noticed when they are counted."""
-    monkeypatch.setattr("tilewise.kernels.torch_impl.filtered.WORTH_PROBING", 0)
-    monkeypatch.setattr(plans, "PROBED_SHARE", share)
-    scores, target = SCORES[name](80), torch.arange(80)
-    target[::7] = -100
-    got, report = solve(scores, target, 1e-2)
-    dense = dense or name == "flat"
-    assert report.dense == [dense]
-    valid = target >= 0
-    assert (got[~valid] == 0).all()
-    assert_close(got[valid], dense_g(scores[valid], target[valid]), 1e-12 if dense else 1e-2)
-    if share < 0:
-        assert report.kept_share == [1.0]
-
-
-def test_rows_that_a_sample_does_not_meet(monkeypatch):
-    """Its rows are peaked, all others are flat."""
-    monkeypatch.setattr("tilewise.kernels.torch_impl.filtered.WORTH_PROBING", 0)
-    scores = SCORES["flat"](200)
-    index = torch.arange(200)[plans.sample_of(200, plans.sample_size(200, COLS, 32, TileOptions()))]
-    scores[index] = SCORES["very peaked"](len(index))
-    got, report = solve(scores, torch.arange(200), 1e-2)
-    assert report.dense == [True]
-    assert report.kept_share[0] < 1.0, "it was counted, not guessed"
-    assert_close(got, dense_g(scores, torch.arange(200)), 1e-12)
 
 
 @pytest.mark.parametrize("tolerance", [1e-46, 5e-324])
@@ -139,38 +130,6 @@ def test_a_tolerance_that_float32_cannot_hold_is_none(tolerance):
     assert torch.equal(
         got, torch.autograd.grad(tw.linear_cross_entropy(scores, classes, target, options=exact), [scores])[0]
     )
-
-
-@pytest.mark.parametrize("softcap", [0.0, 30.0])
-@pytest.mark.parametrize("peaked", [False, True])
-def test_a_sample_and_the_order_take_one_look_at_the_columns(peaked, softcap, monkeypatch):
-    """The mean row is one of the sample. A bias may be all that makes scores peaked."""
-    monkeypatch.setattr("tilewise.kernels.torch_impl.filtered.WORTH_PROBING", 0)
-    bias = (torch.linspace(20.0, -180.0, COLS, dtype=torch.float64) * peaked).roll(99)
-    a, b, key = 0.1 * random(80, 24), 0.1 * random(COLS, 24, seed=1), torch.arange(80)
-    pair = Pair(a=a, b=b, scale=torch.tensor(-2.0, dtype=torch.float64), bias=bias, row_key=key)
-    spec, options = PairSpec(row_lse=True, positive="one", softcap=softcap), TileOptions(filter_tolerance=1e-2)
-    want = plans.order_columns(pair)
-    with monkeypatch.context() as once:
-        once.setattr(torch, "mv", None)
-        order, too_many = _order_and_sample(pair, spec, options)
-    assert torch.equal(order, want)
-    assert too_many != peaked
-    monkeypatch.setattr("tilewise.kernels.torch_impl.filtered.WORTH_PROBING", math.inf)
-    assert bool(TorchFilter().forward(pair, spec, options)[1].keep_all) == too_many, "and that is what counting says"
-
-
-def test_a_default_device_is_not_where_the_sample_goes(monkeypatch):
-    """`torch.set_default_device` says where a program makes its tensors; a sample belongs where the features are."""
-    monkeypatch.setattr("tilewise.kernels.torch_impl.filtered.WORTH_PROBING", 0)
-    scores, target = SCORES["flat"](80), torch.arange(80)
-    want, _ = solve(scores, target, 1e-2)
-    hidden, head = scores.clone().requires_grad_(), torch.eye(scores.shape[1], dtype=scores.dtype)
-    options = TileOptions(filter_tolerance=1e-2)
-    with torch.device("meta"):
-        loss = tw.linear_cross_entropy(hidden, head, target, reduction="sum", options=options)
-    loss.backward()
-    assert_close(hidden.grad, want, 1e-12)
 
 
 def test_the_rows_that_count_decide():

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 from tilewise.errors import GradientError
+from tilewise.kernels import registry
 from tilewise.kernels.spec import Needs, PairShape, PairSpec
 from tilewise.kernels.torch_impl.small import TorchSmall
 from tilewise.ops import limits, small
@@ -23,8 +24,9 @@ SERVED = [
     *("cross_entropy_softcap", "cross_entropy_z_loss", "cross_entropy_shift"),
 ]
 TILES = {"small": 0, "small_cpu": 0}
-GUIDED = ("decoupled", "guided", "distillation_kl", "distillation_reverse", "distillation_jsd", "clip_distillation")
-ALL = [name for name in CASES if not any(part in name for part in GUIDED)]
+# Divergences from a teacher, and columns without positives
+TILED = ("distillation_kl", "distillation_reverse", "distillation_jsd", "clip_distillation")
+ALL = [name for name in CASES if not any(part in name for part in TILED) and name != "info_nce_decoupled"]
 EACH_ROW = ["clip", "siglip", "nt_xent", "supcon", "info_nce_ids", "cross_entropy", "cross_entropy_smoothed_weighted"]
 
 
@@ -108,7 +110,7 @@ def test_which_calls_are_small():
     assert strategy(64, filter_tolerance=1e-3) != "small"
     assert strategy(64, batch_invariant=True) == "two_pass"
     assert strategy(64, spec=PairSpec(row_lse=True, row_sum=True, positive="one")) != "small"
-    assert strategy(64, spec=PairSpec(row_lse=True, guide="mask")) != "small"
+    assert strategy(64, spec=PairSpec(row_lse=True, guide="kl")) != "small"
     assert strategy(0) != "small"
 
 
@@ -349,3 +351,36 @@ def test_eager_and_registered_calls_share_a_job(monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     tw.info_nce(x[:5], y[:5], temperature=torch.tensor(0.1))
     assert len(made) == 2
+
+
+NO_PROGRAM = {
+    "columns": {"col_lse": True, "positive": "one"},
+    "several positives": {"positive": "many"},
+    "symmetric": {"symmetric": True, "mask_self": True},
+    "sums of scores": {"row_sum": True},
+    "squared probabilities": {"row_sum_sq": True},
+    "a scale of each row": {},
+}
+
+
+@pytest.mark.parametrize("name", NO_PROGRAM)
+def test_statistics_without_a_program_take_operators_on_a_gpu(name, monkeypatch):
+    """Only "auto" chooses them, and only for few scores."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(registry, "faults_on", lambda device: [])
+    spec = PairSpec(row_lse=True, **NO_PROGRAM[name])
+
+    def way(n, backend):
+        shape = PairShape(n, n, 64, torch.bfloat16, torch.device("cuda", 0), has_row_scale="each" in name)
+        found = route(shape, spec, tw.TileOptions(backend=backend), Needs())
+        return found.strategy, found.backend.name
+
+    registry.forget_choices()
+    try:
+        assert way(4096, "auto") == ("small", "torch")
+        assert way(4104, "auto") == way(64, "triton") == ("two_pass", "triton")
+        with limits.changed(small_operators=0):
+            assert way(64, "auto") == ("two_pass", "triton")
+    finally:
+        registry.forget_choices()

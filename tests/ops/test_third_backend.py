@@ -53,10 +53,10 @@ def test_every_loss(name, reduction, calls):
 
 @pytest.mark.parametrize("gradients", ["forward", "backward"])
 @pytest.mark.parametrize("tolerance", [0.0, 0.1])
+@pytest.mark.usefixtures("filter_on_cpu")
 def test_what_it_lacks_is_two_pass_of_its_own(gradients, tolerance, calls, monkeypatch):
     """Neither the one-pass strategy nor the filter of another backend is used."""
     monkeypatch.setattr("tilewise.kernels.torch_impl.backend.TorchBackend.one_pass", None)
-    monkeypatch.setattr("tilewise.kernels.torch_impl.backend.TorchBackend.filtered", None)
     made = problem("cross_entropy_bias")
     options = tw.TileOptions(backend="oracle", gradients=gradients, filter_tolerance=tolerance)
     _, grads = solve(made.ours, made.leaves, options=options)

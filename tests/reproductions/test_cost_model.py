@@ -31,6 +31,17 @@ def test_memory_depends_on_the_rows_of_a_rank_and_not_on_the_ranks(world):
     assert memory_bytes(world, 4096, LOSS) == memory_bytes(2, 4096, LOSS)
 
 
+def test_many_ranks_launch_little():
+    """One block at a time, 1,024 ranks would take 307 ms for launches."""
+    found = predict(1024, 2**16, MACHINE, LOSS)
+    assert 2 * 1024 * MACHINE.block_overhead_s > 0.3
+    assert found.overhead_s <= 0.06
+    assert found.step_s <= 0.06
+    assert found.team > MACHINE.ranks_per_node
+    large = predict(1024, 2**24, MACHINE, LOSS)  # blocks that fill the workspace travel one at a time
+    assert (large.team, large.overhead_s) == (1, 2 * 1024 * MACHINE.block_overhead_s)
+
+
 def test_a_step_lies_between_the_longer_of_work_and_link_and_their_sum():
     for world in (2, 8, 32, 256):
         for batch in (2**14, 2**18, 2**22):

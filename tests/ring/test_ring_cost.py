@@ -14,10 +14,12 @@ from benchmarks.measure import require_counter, without_huge_pages
 from reproductions.cost_model import Loss, backward_bytes, forward_bytes, memory_bytes
 from tests.ring.crew import Crew, crew  # noqa: F401
 from tests.ring.virtual import run_virtual
-from tests.ring.wrapped import Clock, Counted, Slow, wrapped
+from tests.ring.wrapped import Allocated, Clock, Counted, Slow, wrapped
 
 import tilewise as tw
 from tilewise.kernels.torch_impl.backend import TorchBackend
+from tilewise.ops import limits
+from tilewise.ring.schedule import team_size
 
 KEY, STAT, RUNNING = 8, 4, 8  # bytes per column: an int64 key, a float32 vector, a running float64 statistic
 
@@ -25,8 +27,11 @@ KEY, STAT, RUNNING = 8, 4, 8  # bytes per column: an int64 key, a float32 vector
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("travelling", ["float32", "features"])
-def test_bytes_per_rank_are_as_documented(world, dtype, travelling):
+@pytest.mark.parametrize("gathered", [1, 2, 4])
+def test_bytes_per_rank_are_as_documented(world, dtype, travelling, gathered, set_limits):
     rows, width = 10, 16
+    set_limits(ring_columns=gathered * rows)
+    team = team_size(world, gathered)
 
     def work(group: Any) -> tuple[int, int, int]:
         a, b = (torch.randn(rows, width).to(dtype).requires_grad_() for _ in range(2))
@@ -45,8 +50,8 @@ def test_bytes_per_rank_are_as_documented(world, dtype, travelling):
     # Forward: features, the shift of each column, and its running log-sum-exp.
     # Backward: features, shift, log-sum-exp and its grad_output, and the accumulated gradient.
     want = (
-        forward_bytes(world, rows, width, size, vectors=shift, accumulators=RUNNING),
-        backward_bytes(world, rows, width, size, grad, vectors=shift + 2 * STAT),
+        forward_bytes(world, rows, width, size, vectors=shift, accumulators=RUNNING, team=team),
+        backward_bytes(world, rows, width, size, grad, vectors=shift + 2 * STAT, team=team),
     )
     for forward, backward, _ in run_virtual(world, work):
         assert (forward, backward) == want
@@ -96,10 +101,11 @@ class Timed(TorchBackend):
         return super().backward(*args, **more)
 
 
-def timed_step(group: Any, link_s: float) -> float:
+def timed_step(group: Any, link_s: float, gathered: int = 1) -> float:
     a, b = (torch.randn(8, 4, requires_grad=True) for _ in range(2))
     clock = Clock()
     with (
+        limits.changed(ring_columns=8 * gathered),
         wrapped(group, Slow, clock, link_s) as (name, _),
         mock.patch("tilewise.ops.distributed.ring_stats.choose_backend", return_value=Timed(clock)),
     ):
@@ -118,6 +124,39 @@ def test_transfers_overlap_with_the_work(crew: Crew, link_s):  # noqa: F811
     hidden = 2 * world * max(1.0, link_s) + 2 * link_s
     for took in crew.run(timed_step, link_s):
         assert 2 * world <= took <= hidden, f"{took} s; hidden {hidden} s, in turn {2 * world * (1.0 + link_s)} s"
+
+
+@pytest.mark.group
+def test_teams_launch_less_often(crew: Crew):  # noqa: F811
+    """Two teams of two ranks: two launches in each direction. Inside of a team nothing overlaps."""
+    assert crew.run(timed_step, 0.0, 2) == [4.0] * 4
+    # Forward: one exchange, two launches beside hops, the return of column statistics, one exchange; so does backward.
+    assert crew.run(timed_step, 1.0, 2) == [2 * (1 + 2 + 1 + 1)] * 4
+    assert crew.run(timed_step, 0.0, 4) == [2.0] * 4
+
+
+def test_the_memory_of_a_team_is_part_of_the_workspace(set_limits):
+    """With small blocks a rank takes no more than with one block at a time, and as much for 4 ranks as for 16."""
+    rows, width = 8, 512
+
+    def peak(world: int, columns: int) -> int:
+        set_limits(ring_columns=columns)
+
+        def work(group: Any) -> int:
+            a, b = (torch.randn(rows, width, requires_grad=True) for _ in range(2))
+            with wrapped(group) as (name, _), Allocated() as measured:
+                tw.clip_loss(a, b, 2.0, group=name, options=tw.TileOptions(workspace_mib=1)).backward()
+            return measured.peak
+
+        return max(run_virtual(world, work))
+
+    four, many, one_at_a_time = peak(4, 8192), peak(16, 8192), peak(16, 0)
+    print(
+        f"{four / 2**10:.0f} and {many / 2**10:.0f} KiB in teams, {one_at_a_time / 2**10:.0f} KiB one block at a time"
+    )
+    assert many <= 1.05 * four
+    assert many <= one_at_a_time + 2**20 // 4
+    assert many > 4 * rows * width * 4
 
 
 def peak_mib(group: Any, rows: int, width: int, dtype: torch.dtype) -> float:

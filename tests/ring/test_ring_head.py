@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 from tests.compare import assert_close
 from tests.ring.virtual import run_virtual
 from tests.ring.wrapped import Allocated, wrapped
-from torch import Tensor
 
 import tilewise as tw
 from tilewise.ops.distributed.collectives import RowsGroup
@@ -17,35 +17,58 @@ from tilewise.ops.distributed.collectives import RowsGroup
 MIB = 2**20
 
 
-def ring_head(sizes: list[int], rows: list[int], width: int, dtype: torch.dtype, make: Any, **how: Any) -> Any:
-    """`linear_cross_entropy` over shards of the classes that move around a ring, and the same in one process."""
+class Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def head_case(
+    sizes: list[int],
+    rows: list[int],
+    width: int,
+    dtype: torch.dtype,
+    make: Any = Nothing,
+    *,
+    device: str = "cpu",
+    kind: torch.dtype | None = None,
+    **how: Any,
+) -> Callable[..., tuple[Any, ...]]:
+    """`linear_cross_entropy` of a rank over shards of the classes that move around a ring, or of one process.
+
+    Values are rounded to ``dtype``, and then get the type ``kind``, if it is given.
+    """
     random = torch.Generator().manual_seed(3)
     hidden = torch.randn(sum(rows), width, generator=random).to(dtype)
     head, bias = (torch.randn(sum(sizes), *more, generator=random).to(dtype) / 20 for more in ([width], []))
     target = torch.randint(sum(sizes), (sum(rows),), generator=random)
     target[: rows[0]] = -100  # the first rank has no valid token
 
-    def step(own: slice, of: slice, group: Any) -> tuple[Tensor, ...]:
-        leaves = [value.clone().requires_grad_() for value in (hidden[own], head[of], bias[of])]
+    def step(rank: int | None = None, group: Any = None) -> tuple[Any, ...]:
+        own, of = (
+            slice(None) if rank is None else slice(sum(parts[:rank]), sum(parts[: rank + 1])) for parts in (rows, sizes)
+        )
+        leaves = [
+            value.to(device, kind or dtype, copy=True).requires_grad_() for value in (hidden[own], head[of], bias[of])
+        ]
         with make() as measured:
             loss = tw.linear_cross_entropy(
-                leaves[0], leaves[1], target[own], linear_bias=leaves[2], reduction="sum", group=group, **how
+                leaves[0], leaves[1], target[own].to(device), linear_bias=leaves[2], reduction="sum", group=group, **how
             )
             return measured, loss.detach(), *torch.autograd.grad(loss, leaves)
 
+    return step
+
+
+def ring_head(sizes: list[int], rows: list[int], *args: Any, **how: Any) -> Any:
+    """The results of all virtual ranks with their hops, and of one process."""
+    step = head_case(sizes, rows, *args, **how)
+
     def work(group: Any) -> Any:
-        rank = group.rank()
-        own, of = (slice(sum(parts[:rank]), sum(parts[: rank + 1])) for parts in (rows, sizes))
         with wrapped(group) as (name, counted):
-            return counted.hops, *step(own, of, RowsGroup(name.group_name))
+            return counted.hops, *step(group.rank(), RowsGroup(name.group_name))
 
-    return run_virtual(len(rows), work), step(slice(None), slice(None), None)
-
-
-class Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
+    return run_virtual(len(rows), work), step()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from tests.ring.virtual import run_virtual
 from tests.ring.wrapped import wrapped
 
 from tilewise.errors import DtypeError, GroupError, RangeError
-from tilewise.retrieval import BothRanks, retrieval_ranks, retrieval_ranks_both
+from tilewise.retrieval import BothRanks, Nearest, nearest, retrieval_ranks, retrieval_ranks_both
 
 KINDS = ("item i", "one", "several", "ids", "ids, excluded")
 SPLITS = [([9], [9]), ([5, 8], [5, 8]), ([4, 0, 7], [4, 0, 7]), ([3, 6, 0, 5], [3, 6, 2, 5])]
@@ -56,8 +56,11 @@ def shard(call: Call, kind: str, rank: int, rows: Sequence[int], cols: Sequence[
     return queries[mine], gallery[here], cut
 
 
-def run_ranks(group: Any, kind: str, rows: list[int], cols: list[int], dtype: torch.dtype) -> BothRanks:
+def run_ranks(
+    group: Any, kind: str, rows: list[int], cols: list[int], dtype: torch.dtype, device: str = "cpu"
+) -> BothRanks:
     queries, gallery, more = shard(whole(kind, rows, cols, dtype), kind, group.rank(), rows, cols)
+    queries, gallery, more = queries.to(device), gallery.to(device), {k: v.to(device) for k, v in more.items()}
     found = retrieval_ranks_both(queries, gallery, **more, group=group)
     alone = retrieval_ranks(queries, gallery, **more, group=group)
     assert torch.equal(found.query_to_gallery, alone)
@@ -84,6 +87,29 @@ def test_ranks_over_virtual_ranks_equal_one_process(kind, rows, cols, dtype):
 def test_ranks_over_processes_equal_one_process(crew: Crew, kind):  # noqa: F811
     rows, cols = SPLITS[-1]
     check(crew.run(run_ranks, kind, rows, cols, torch.float32), kind, rows, cols, torch.float32)
+
+
+SEARCHES = [([9], [9]), ([5, 8], [7, 2]), ([4, 0, 7], [4, 9, 0]), ([3, 6, 0, 5], [3, 6, 2, 5])]
+
+
+def search_over_ranks(
+    rows: Sequence[int], cols: Sequence[int], dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Callable[[Any], Nearest], tuple[tuple[Any, ...], dict[str, torch.Tensor]]]:
+    """The search of a rank, and the arguments of the same search in one process; with many ties."""
+    generator = torch.Generator().manual_seed(2)
+    n, m = sum(rows), sum(cols)
+    queries, gallery = (torch.randint(-1, 2, (size, 3), generator=generator).to(dtype) for size in (n, m))
+    ids = [torch.randint(0, 5, (size,), generator=generator) for size in (n, m)]
+    exclude, below = torch.randint(-1, m, (n,), generator=generator), torch.full((n,), 2.5)
+
+    def work(group: Any) -> Nearest:
+        mine, here = (slice(sum(s[: group.rank()]), sum(s[: group.rank() + 1])) for s in (rows, cols))
+        more = {"query_ids": ids[0][mine], "gallery_ids": ids[1][here], "exclude": exclude[mine], "below": below[mine]}
+        more = {name: value.to(device) for name, value in more.items()}
+        return nearest(queries[mine].to(device), gallery[here].to(device), 4, **more, group=group)
+
+    more = {"query_ids": ids[0], "gallery_ids": ids[1], "exclude": exclude, "below": below}
+    return work, ((queries, gallery, 4), more)
 
 
 def test_the_gallery_travels_once_when_answers_are_at_home():

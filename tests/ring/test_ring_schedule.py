@@ -11,7 +11,7 @@ from reproductions.cost_model import backward_bytes, forward_bytes
 from tilewise.errors import GroupError, RangeError
 from tilewise.ring.agree import TEXT_WORDS, agree, disagreement, from_words, propagate_errors, to_words
 from tilewise.ring.blocks import Field, Layout
-from tilewise.ring.schedule import Shards, held_block, next_rank, previous_rank
+from tilewise.ring.schedule import Shards, held_block, next_rank, partners, previous_rank, team_size
 
 
 @given(st.integers(1, 64), st.data())
@@ -23,6 +23,28 @@ def test_every_rank_gets_every_block_once_and_blocks_move_one_hop(world, data):
         assert held_block(next_rank(rank, world), step + 1, world) == held_block(rank, step, world)
     assert previous_rank(next_rank(rank, world), world) == rank
     assert held_block(rank, world - 1, world) == next_rank(rank, world)  # the last hop returns it to its owner
+
+
+@given(st.integers(1, 4096), st.integers(0, 4096))
+def test_teams_are_powers_of_two_that_divide_the_ranks(world, most):
+    team = team_size(world, most)
+    assert world % team == 0
+    assert team & (team - 1) == 0
+    assert team <= max(most, 1)
+    assert 2 * team > most or world % (2 * team)  # none is larger
+
+
+@given(st.integers(0, 6), st.integers(0, 300))
+def test_a_team_gathers_each_block_once_from_partners_that_gather_from_it(power, rank):
+    team = 2**power
+    held = {rank}
+    for k, (partner, own, theirs) in enumerate(partners(rank, team)):
+        assert set(own) == held
+        assert partners(partner, team)[k] == (rank, theirs, own)
+        assert abs(partner - rank) == 2**k  # neighbours first
+        assert not held & set(theirs)
+        held |= set(theirs)
+    assert held == set(range(rank // team * team, rank // team * team + team))
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())

@@ -28,6 +28,24 @@ def test_losses_over_virtual_ranks(rows, negatives):
     virtual_checks.check_losses("cpu", torch.float32, 2e-6, rows=rows, negatives=negatives)
 
 
+@pytest.mark.parametrize("gathered", [0, 15, 30, 60])
+def test_losses_in_teams(gathered, set_limits):
+    """Eight ranks in teams of one, two, four and eight; unequal and empty shards. Shared negatives are columns, too."""
+    set_limits(ring_columns=gathered)
+    rows, negatives = [3, 0, 4, 1, 0, 2, 4, 2], [3, 0, 0, 2, 1, 0, 0, 1]
+    virtual_checks.check_losses("cpu", torch.float64, 1e-12, rows=rows, negatives=negatives)
+
+
+def test_many_ranks(set_limits):
+    """64 ranks with one row each, in 16 teams of four, and in one of 64."""
+    rows = [1] * 64
+    for gathered in (4, 64):
+        set_limits(ring_columns=gathered)
+        virtual_checks.check_losses(
+            "cpu", torch.float64, 1e-12, rows=rows, negatives=[0] * 64, names=("clip", "siglip", "supcon")
+        )
+
+
 def test_steps_in_a_row():
     virtual_checks.check_two_steps("cpu")
 
@@ -44,17 +62,21 @@ def test_a_target_in_two_shards_of_the_vocabulary_gives_nan():
     assert (merged.row_pos / merged.num_positives).isnan().tolist() == [True, True, False]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_every_rank_gets_every_block_once_and_adds_to_it(world):
+TEAMS = [(1, 1), (2, 1), (3, 1), (5, 1), (2, 2), (6, 2), (8, 2), (8, 4), (8, 8), (12, 4)]
+
+
+@pytest.mark.parametrize("world, team", TEAMS)
+def test_every_rank_gets_every_block_once_and_adds_to_it(world, team):
     sizes = [(3 * rank + 1) % 4 for rank in range(world)]  # includes an empty block
 
     def work(group: VirtualGroup) -> tuple[list[tuple[int, list[int]]], dict[str, Tensor]]:
         rank, met = group.rank(), []
 
         def visit(owner: int, block: dict[str, Tensor]) -> dict[str, Tensor]:
-            assert block["features"].shape == (sizes[owner], 2)
+            count = sum(sizes[owner : owner + team])
+            assert block["features"].shape == (count, 2)
             met.append((owner, block["key"].tolist()))
-            return {"sum": block["features"].float() * (rank + 1), "who": torch.full((sizes[owner],), 10**rank)}
+            return {"sum": block["features"].float() * (rank + 1), "who": torch.full((count,), 10**rank)}
 
         def merge(accumulated: dict[str, Tensor], added: Any) -> None:
             for name, value in accumulated.items():
@@ -66,14 +88,50 @@ def test_every_rank_gets_every_block_once_and_adds_to_it(world):
         }
         fields = [Field("sum", torch.float32, 2), Field("who", torch.int64)]
         exchange = find_exchange(group.group_name)
-        own = rotate_blocks(exchange, sizes, mine, visit, accumulators=fields, merge=merge)
+        own = rotate_blocks(exchange, sizes, mine, visit, accumulators=fields, merge=merge, team=team)
         return met, {name: value.clone() for name, value in own.items()}
 
     for rank, (met, own) in enumerate(run_virtual(world, work)):
-        assert [owner for owner, _ in met] == [(rank - step) % world for step in range(world)]
-        assert all(keys == list(range(100 * owner, 100 * owner + sizes[owner])) for owner, keys in met)
+        teams, own_team = world // team, rank // team
+        assert [owner for owner, _ in met] == [team * ((own_team - step) % teams) for step in range(teams)]
+        for owner, keys in met:
+            assert keys == [100 * one + k for one in range(owner, owner + team) for k in range(sizes[one])]
         assert torch.equal(own["sum"], torch.full((sizes[rank], 2), (rank + 1.0) * sum(range(1, world + 1))))
         assert torch.equal(own["who"], torch.full((sizes[rank],), int("1" * world)))
+
+
+@pytest.mark.parametrize("team", [2, 4])
+@pytest.mark.parametrize("where", ["work", "merge"])
+def test_an_error_in_a_team_gives_nan_and_is_raised_at_the_end(where, team):
+    """No rank hangs, and no rank has a sum without the values of rank 1."""
+    all_nan: list[Any] = [None] * 4
+
+    def work(group: VirtualGroup) -> None:
+        rank = group.rank()
+
+        def visit(owner: int, block: dict[str, Tensor]) -> dict[str, Tensor]:
+            if where == "work" and rank == 1:
+                raise MemoryError("no room")
+            return {"sum": torch.ones(len(block["x"]))}
+
+        def merge(accumulated: dict[str, Tensor], added: Any) -> None:
+            if where == "merge" and rank == 1:
+                raise MemoryError("no room")
+            accumulated["sum"].add_(added["sum"])
+
+        fields = [Field("sum", torch.float32)]
+        exchange = find_exchange(group.group_name)
+        own = rotate_blocks(
+            exchange, [2] * 4, {"x": torch.zeros(2)}, visit, accumulators=fields, merge=merge, team=team
+        )
+        all_nan[rank] = own["sum"].isnan().all().item()
+
+    with pytest.raises(MemoryError, match="no room"):
+        run_virtual(4, work, timeout_s=600)
+    # A failed merge spoils the sums that rank 1 was merging; the others are complete.
+    assert all_nan[1] is None
+    if where == "work":
+        assert all_nan == [True, None, True, True]
 
 
 @pytest.mark.parametrize("where", ["work", "merge"])

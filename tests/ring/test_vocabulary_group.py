@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -20,8 +21,8 @@ from tilewise.ring.exchange import find_exchange
 SHARDS = (40, 0, 33)
 
 
-def shard(value: Tensor, group: Any) -> Tensor:
-    return value.split(SHARDS)[group.rank()].clone().requires_grad_()
+def shard(value: Tensor, group: Any, sizes: Sequence[int] = SHARDS) -> Tensor:
+    return value.split(sizes)[group.rank()].clone().requires_grad_()
 
 
 class Saving(TorchBackend):
@@ -55,34 +56,53 @@ def test_what_forward_saves_is_used_by_backward(with_bias):
     assert backend.used == (0 if with_bias else 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_in_every_batch(dtype):
+SOME = torch.tensor([290, 3, 15, 4])
+
+
+def batches(
+    group: Any,
+    dtype: torch.dtype,
+    sizes: Sequence[int] = SHARDS,
+    device: str = "cpu",
+    *,
+    classes: int = 73,
+    kind: torch.dtype | None = None,
+) -> list[dict[str, Tensor]]:
+    """Results of 301 rows, and of SOME of them alone, where a row has the same bits. Targets are below ``classes``.
+
+    Values are rounded to ``dtype``, and then get the type ``kind``, if it is given.
+    """
     random = torch.Generator().manual_seed(4)
-    hidden, head = (torch.randn(n, 24, generator=random).to(dtype) for n in (301, 73))
-    target, coming = torch.randint(73, (301,), generator=random), torch.randn(301, generator=random)
+    hidden, head = (torch.randn(n, 24, generator=random).to(dtype).to(device, kind) for n in (301, 73))
+    target, coming = torch.randint(classes, (301,), generator=random), torch.randn(301, generator=random)
     target[::7] = -100
+    target, coming = target.to(device), coming.to(device)
     options = tw.TileOptions(batch_invariant=True)
 
-    def results(rows: Tensor, group: Any) -> dict[str, Tensor]:
-        a, c = hidden[rows].requires_grad_(), shard(head, group) if group else head.clone().requires_grad_()
+    def results(rows: Tensor) -> dict[str, Tensor]:
+        a, c = hidden[rows].requires_grad_(), shard(head, group, sizes) if group else head.clone().requires_grad_()
         how = {"group": group, "options": options}
         loss = tw.linear_cross_entropy(a, c, target[rows], reduction="none", **how)
         (grad,) = torch.autograd.grad((loss * coming[rows]).sum(), a)
         stats = tw.linear_token_stats(a.detach(), c.detach(), target[rows], want=("entropy", "log_prob"), **how)
         return {"loss": loss.detach(), "grad": grad, "entropy": stats.entropy, "log_prob": stats.log_prob}
 
-    everything, some = torch.arange(301), torch.tensor([290, 3, 15, 4])
+    return [results(torch.arange(301)), results(SOME)]
 
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_every_batch(dtype):
     def work(group: Any) -> Any:
         with wrapped(group) as (name, counted):
-            found = results(everything, name), results(some, name)
+            found = batches(name, dtype)
             assert counted.orders == {False, True}  # statistics in any order, and the gradient in rank order
             return found
 
+    want, _ = batches(None, dtype)
     for whole, few in run_virtual(3, work):
-        for key, value in results(everything, None).items():
+        for key, value in want.items():
             assert_close(whole[key], value, 1e-5 if dtype == torch.float32 else 8e-3, key)
-            assert torch.equal(few[key], whole[key][some]), key
+            assert torch.equal(few[key], whole[key][SOME]), key
             assert few[key].any()
 
 

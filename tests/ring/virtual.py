@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
@@ -59,7 +59,7 @@ class _Hub:
         self.world, self.timeout_s = world, timeout_s
         self.tables: dict[int, dict[int, object]] = {}  # values of all ranks, by the number of the all-gather
         self.gathers = [0] * world  # number of all-gathers that each rank has started
-        self.queues: list[deque[_Message]] = [deque() for _ in range(world)]
+        self.queues: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)  # by sender and receiver
         self.finished: dict[int, str] = {}
         self.changed = threading.Condition()
 
@@ -81,17 +81,18 @@ class _Hub:
             self.tables.pop(number, None)  # every rank has its own reference
             return [table[each] for each in range(self.world)]
 
-    def send(self, to: int, message: _Message) -> None:
-        """Put a message into the queue of a rank."""
+    def send(self, rank: int, to: int, message: _Message) -> None:
+        """Put a message from ``rank`` into the queue of another."""
         with self.changed:
-            self.queues[to].append(message)
+            self.queues[rank, to].append(message)
             self.changed.notify_all()
 
-    def receive(self, rank: int) -> _Message:
-        """Block until the previous rank has sent a message, and return it."""
+    def receive(self, rank: int, source: int) -> _Message:
+        """Block until ``source`` has sent a message, and return it."""
+        queue = self.queues[source, rank]
         with self.changed:
-            self._wait(rank, lambda: bool(self.queues[rank]), lambda: {previous_rank(rank, self.world)})
-            return self.queues[rank].popleft()
+            self._wait(rank, lambda: bool(queue), lambda: {source})
+            return queue.popleft()
 
     def confirm(self, message: _Message) -> None:
         """Mark a message as received: the sender may write its buffers again."""
@@ -99,10 +100,10 @@ class _Hub:
             message.received, message.parts = True, []  # the sender's memory is free when the sender drops it
             self.changed.notify_all()
 
-    def await_confirmation(self, rank: int, message: _Message) -> None:
-        """Block until the next rank has received the message."""
+    def await_confirmation(self, rank: int, to: int, message: _Message) -> None:
+        """Block until ``to`` has received the message."""
         with self.changed:
-            self._wait(rank, lambda: message.received, lambda: {next_rank(rank, self.world)})
+            self._wait(rank, lambda: message.received, lambda: {to})
 
     def _wait(self, rank: int, done: Callable[[], bool], missing: Callable[[], set[int]]) -> None:
         """Block until ``done``. Raise `GroupError` if a ``missing`` rank has finished, or after the timeout."""
@@ -127,11 +128,15 @@ class VirtualExchange(Exchange):
         """All-gather through shared memory."""
         return self.hub.gather(self.rank, list(numbers))  # type: ignore[return-value]
 
-    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
-        """Send the buffers to the next thread. The received ones are copied in `wait`."""
+    def shift(
+        self, send: Sequence[Tensor], receive: Sequence[Tensor], to: int | None = None, source: int | None = None
+    ) -> Pending:
+        """Send the buffers to another thread. The received ones are copied in `wait`."""
         message = _Message(list(send))
-        self.hub.send(next_rank(self.rank, self.world), message)
-        return _Transfer(self, message, list(receive))
+        to = next_rank(self.rank, self.world) if to is None else to
+        source = previous_rank(self.rank, self.world) if source is None else source
+        self.hub.send(self.rank, to, message)
+        return _Transfer(self, message, list(receive), to, source)
 
     def sum_(self, values: Tensor, *, in_order: bool = False) -> None:
         """Sum in rank order, so that all ranks get the same bits."""
@@ -165,14 +170,14 @@ class VirtualExchange(Exchange):
 class _Transfer:
     """A pending transfer between two threads."""
 
-    def __init__(self, exchange: VirtualExchange, sent: _Message, receive: list[Tensor]) -> None:
-        self.exchange, self.sent, self.receive = exchange, sent, receive
+    def __init__(self, exchange: VirtualExchange, sent: _Message, receive: list[Tensor], to: int, source: int) -> None:
+        self.exchange, self.sent, self.receive, self.to, self.source = exchange, sent, receive, to, source
         self.free = _record_event(receive)
 
     def wait(self) -> None:
-        """Copy the received buffers, then block until the next rank has copied the sent ones."""
+        """Copy the received buffers, then block until the other rank has copied the sent ones."""
         hub, rank = self.exchange.hub, self.exchange.rank
-        message = hub.receive(rank)
+        message = hub.receive(rank, self.source)
         assert [p.numel() for p in message.parts] == [p.numel() for p in self.receive], "sizes differ between ranks"
         if message.ready is None:
             for target, source in zip(self.receive, message.parts, strict=True):
@@ -191,7 +196,7 @@ class _Transfer:
                 message.copied.record(stream)
             torch.cuda.current_stream(device).wait_event(message.copied)
         hub.confirm(message)
-        hub.await_confirmation(rank, self.sent)
+        hub.await_confirmation(rank, self.to, self.sent)
         if self.sent.copied is not None:
             torch.cuda.current_stream(self.receive[0].device).wait_event(self.sent.copied)
 

@@ -36,10 +36,10 @@ class Counted:
         self.gathers += 1
         return self.inner.gather(numbers)
 
-    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor], *peers: int | None) -> Pending:
         self.hops.append(sum(part.numel() * part.element_size() for part in send))
         self.types |= {part.dtype for part in send}
-        return self.inner.shift(send, receive)
+        return self.inner.shift(send, receive, *peers)
 
     def sum_(self, values: Tensor, *, in_order: bool = False) -> None:
         self.reduced_bytes += values.numel() * values.element_size()
@@ -68,8 +68,8 @@ class Slow(Counted):
         super().__init__(inner)
         self.clock, self.seconds = clock, seconds
 
-    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
-        return _Late(super().shift(send, receive), self.clock, self.clock.now + (self.seconds if send else 0.0))
+    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor], *peers: int | None) -> Pending:
+        return _Late(super().shift(send, receive, *peers), self.clock, self.clock.now + (self.seconds if send else 0.0))
 
 
 class _Late:

@@ -36,8 +36,8 @@ def few(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(jobs_of, "candidates", lambda field, item: TWO[field])
     monkeypatch.setattr(jobs_of, "COMPILED", SMALL)
-    small = {"rows": 16, "filter_rows": 16, "filter_columns": 64}
-    monkeypatch.setattr(tune_check, "checks", functools.partial(tune_check.checks, **small))
+    small = {"rows": 16, "filter_rows": 16, "filter_columns": 512}
+    monkeypatch.setattr(tune_check, "cases", functools.partial(tune_check.cases, **small))
     sizes.forget_tuned()
     yield
     sizes.forget_tuned()
@@ -121,9 +121,11 @@ def test_sizes_with_which_another_kernel_fails_are_skipped(monkeypatch):
 
 
 def test_every_kind_of_call_is_checked(monkeypatch):
-    assert tune.why_not_all(CPU, 4, sizes.TABLE["other", 4], [WIDTH]) is None
+    row = sizes.TABLE["sm_90", 4]
+    assert row != sizes.row_of(CPU, 4)
+    assert tune.why_not_all(CPU, 4, row, [WIDTH]) is None
     monkeypatch.setattr("tilewise.kernels.triton_impl.ranks.FusedScorer.__init__", None)
-    assert "TypeError" in tune.why_not_all(CPU, 4, sizes.TABLE["other", 4], [WIDTH])
+    assert "TypeError" in tune.why_not_all(CPU, 4, row, [WIDTH])
 
 
 def add_to_first(values, change):
@@ -149,14 +151,15 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_sizes_with_wrong_numbers_are_refused(name, monkeypatch):
-    """Of every kernel whose sizes are tuned."""
+    """Of every kernel whose sizes are tuned. Wrong are those that the row gives, not those with the sizes in use."""
+    row = sizes.TABLE["sm_90", 4]
     owner, _, last = name.rpartition(".")
     owner = pkgutil.resolve_name(f"tilewise.kernels.triton_impl.{owner}")
     plain, (wrong_of, change) = getattr(owner, last), FAULTS[name]
 
     def wrong(*args, **more):
         found = plain(*args, **more)
-        values = wrong_of(args, found)
+        values = wrong_of(args, found) if sizes.row_of(CPU, 4) == row else None
         if isinstance(values, torch.Tensor):
             add_to_first(values, change)
         elif values is not None:
@@ -165,15 +168,15 @@ def test_sizes_with_wrong_numbers_are_refused(name, monkeypatch):
         return found
 
     monkeypatch.setattr(owner, last, wrong)
-    assert tune.why_not_all(CPU, 4, sizes.TABLE["other", 4], [WIDTH]).startswith("WrongNumbers: ")
+    assert tune.why_not_all(CPU, 4, row, [WIDTH]).startswith("WrongNumbers: ")
     assert not scores._programs
 
 
 @pytest.mark.parametrize("width", [1024, 2048, 4096, 8192])
 def test_a_large_head_with_saved_columns_is_checked(width):
     for dtype in (torch.bfloat16, torch.float16):
-        functions = [check.func for check in tune_check.checks(CPU, dtype, width)]
-        assert (tune_check.check_saved_columns in functions) == (dtype == torch.bfloat16)
+        names = [case.name for case in tune_check.cases(dtype, width)]
+        assert ("a large head" in names) == (dtype == torch.bfloat16)
     rows, classes = tune_check.HEAD_ROWS, tune_check.head_classes(width)
     a, b = (torch.empty(n, width, dtype=torch.bfloat16, device="meta") for n in (rows, classes))
     pair = Pair(a=a, b=b, scale=torch.empty((), device="meta"), row_key=torch.empty(rows, device="meta"))

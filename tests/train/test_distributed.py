@@ -1,9 +1,13 @@
 """The device of a rank, and numbers of ranks that do not fit the machine."""
 
+import socket
+
 import pytest
 import torch
+from tests.processes import free_port
 
 from tilewise.errors import ConfigError, GroupError
+from tilewise.train import distributed, loop
 from tilewise.train.config import load_config
 from tilewise.train.distributed import choose_device, join_world
 from tilewise.train.loop import train
@@ -81,9 +85,54 @@ def test_an_environment_without_numbers_is_refused(two_gpus, monkeypatch, name, 
         join_world("auto")
 
 
+def test_a_first_rank_that_nobody_can_reach_is_named(monkeypatch):
+    """Torch alone waits for half an hour, and no signal ends it."""
+    set_ranks(monkeypatch, 1, 2)
+    port = str(free_port())
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, value)
+    said = rf"of 2 ranks: nothing has answered at 127\.0\.0\.1:{port} .*Start rank 0 there"
+    with pytest.raises(GroupError, match=said):
+        distributed._wait_for_first_rank(2, 0.5)
+    with socket.create_server(("127.0.0.1", int(port))):
+        distributed._wait_for_first_rank(2)
+
+    def refuse(size):
+        raise Joined(f"waits for rank 0 of {size}")
+
+    monkeypatch.setattr(distributed, "_wait_for_first_rank", refuse)
+    with pytest.raises(Joined, match="waits for rank 0 of 2"):
+        join_world("cpu")
+
+
+@pytest.mark.parametrize("name, value", [("MASTER_ADDR", None), ("MASTER_PORT", None), ("MASTER_PORT", "x")])
+def test_a_rendezvous_that_is_not_described_is_one_sentence(monkeypatch, name, value):
+    set_ranks(monkeypatch, 1, 2)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(GroupError, match=r"cannot join the process group of 2 ranks: .*\. Start with torchrun"):
+        join_world("cpu")
+
+
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
 def test_there_is_at_least_one_rank(two_gpus, monkeypatch, name):
     set_ranks(monkeypatch, 0, 2)
     monkeypatch.setenv(name, "0")
     with pytest.raises(GroupError, match=rf"the environment has {name}='0'"):
         join_world("auto")
+
+
+@pytest.mark.parametrize("transport", ["[gloo/transport/tcp/pair.cc:537] Connection reset by peer", None])
+def test_a_lost_rank_in_the_ring_is_the_sentence_of_the_trainer(monkeypatch, transport):
+    """The ring raises a `GroupError` of its own. Ranks that disagree have one, too, which stays as it is."""
+
+    def fail(*args):
+        cause = None if transport is None else RuntimeError(transport)
+        raise GroupError("rank 1 of 2 could not send a block") from cause
+
+    monkeypatch.setattr(loop, "join_world", lambda device: distributed.World(1, 2, torch.device("cpu"), "a group"))
+    monkeypatch.setattr(loop, "_train", fail)
+    said = "could not send a block" if transport is None else "rank 1 stops, because another rank has ended"
+    with pytest.raises(GroupError, match=said):
+        train(load_config(None, []))

@@ -36,24 +36,33 @@ a row of G sum to 0, and
     sum_j |error of G_ij|  <=  2 (|v_i| D_i + |h_i| E_i)
     |error of dA_i|        <=  |scale| (|v_i| D_i + |h_i| E_i) max_jk |b_j - b_k|
 
-`tolerance_of` and `limits` define ``filter_tolerance="rounding"``.
-
 Over a vocabulary group each of W ranks has tiles of its own columns. The masses refer to the log-sum-exp over the
 columns of all ranks, which is known before a rank chooses. A rank may drop 1/W of the tolerance, so the bounds hold for
 D_i and E_i summed over the ranks; m is then the number of all columns. A rank whose columns have no more than that of a
 row drops them all.
+
+With ``filter_tolerance="rounding"`` the tolerance is that of `tolerance_of`, and a row with a small gradient drops
+less, because rounding G is relative to its size. With p the probability of the positive, the gradient of the loss has
+the size sum_j |G_ij| = 2 |g_i| (1 - p), and with H_i the entropy of the row:
+
+    D_i <= tolerance min(1, 2 (1 - p))        E_i <= tolerance H_i / 2        each at least `SMALLEST_LIMIT` tolerances
+
+A row's threshold is found by bisection. Nothing is dropped where the rounding of a score may exceed `ROUNDING_SHARE` of
+the tolerance: forward and backward multiply blocks of different shapes, and the order of sums in a product depends on
+the shape. So exp(x_ij - row_lse_i) in backward has a relative error of up to about
+
+    eps (|scale| max_i |a_i| max_j |b_j| + max_j |bias_j|)
+
+The kernels do all of this. `tests/dense_filter.py` does it in plain PyTorch.
 """
 
 from __future__ import annotations
-
-import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels.slices import slices
-from tilewise.kernels.spec import HALF_TYPES, FilterPlan, Pair, PairSpec, stat_dtype
+from tilewise.kernels.spec import HALF_TYPES, FilterPlan, Pair, PairSpec
 from tilewise.options import TileOptions
 
 KEPT = -1.0  # value of a kept entry in `FilterPlan.mass`
@@ -65,22 +74,9 @@ HALVINGS = 12  # bisection steps for a row's threshold; its first interval spans
 DENSE_SHARE = 0.17  # if more than this fraction of the entries is kept, computing all is faster (tiles of 256 columns)
 PROBED_SHARE = 0.88  # of DENSE_SHARE: the filter is not used if the sampled rows keep more than 0.15 of their entries
 ROUNDING_SHARE = 0.25  # fraction of the tolerance that the rounding of a score may reach
-NORM_ELEMENTS = 2**22  # elements whose norms are computed at a time on a CPU, which converts half types first
 # A sample has one in 64 rows, rounded down to a power of 2, at least 16 and at most 128.
 MOST_PROBED, FEWEST_PROBED, ROWS_PROBED = 128, 16, 64
-
-
-SMALLEST_LIMIT = 2.0**-23  # of `Limits` with "rounding": float32 cannot distinguish a smaller 1 - p from 0
-
-
-class Limits(NamedTuple):
-    """The most that a row may drop, as multiples of the tolerance: a number, or one for each row (n,)."""
-
-    mass: Tensor | float = 1.0  # limit of the dropped probability
-    entropy: Tensor | float = math.inf  # limit of the dropped entropy, in nats
-
-
-NO_LIMITS = Limits()  # the tolerance itself, and no limit of entropy
+SMALLEST_LIMIT = 2.0**-23  # with "rounding", in tolerances: float32 cannot distinguish a smaller 1 - p from 0
 
 
 def tolerance_of(options: TileOptions, dtype: torch.dtype) -> float:
@@ -94,29 +90,6 @@ def tolerance_of(options: TileOptions, dtype: torch.dtype) -> float:
     if isinstance(options.filter_tolerance, str):
         return torch.finfo(dtype).eps if dtype in HALF_TYPES else 0.0
     return options.filter_tolerance
-
-
-def limits(options: TileOptions, m: int, log_prob_n: Tensor | None, entropy_n: Tensor | None) -> Limits:
-    """What each row may drop, in units of the tolerance.
-
-    With a number as tolerance: 1 of the probability, and log m of the entropy, the largest that m columns can have.
-    With "rounding" a row with a small gradient drops less, because rounding G is relative to its size. With p the
-    probability of the positive, the gradient of the loss has the size sum_j |G_ij| = 2 |g_i| (1 - p):
-
-        probability  min(1, 2 (1 - p))        entropy  H_i / 2
-
-    Args:
-        log_prob_n: log p; None without positives.
-        entropy_n: H_i, or None if it is no statistic of the call.
-    """
-    mass: Tensor | float = 1.0
-    entropy: Tensor | float = math.log(m)
-    if options.filter_tolerance == "rounding":
-        if log_prob_n is not None:
-            mass = (-2.0 * torch.expm1(log_prob_n)).clamp(SMALLEST_LIMIT, 1.0)
-        if entropy_n is not None:
-            entropy = (entropy_n / 2.0).clamp(min=SMALLEST_LIMIT)
-    return Limits(mass, math.inf if entropy_n is None else entropy)
 
 
 def tile_width(m: int) -> int:
@@ -151,31 +124,6 @@ def mean_row(pair: Pair) -> Tensor:
         for rows in slices(pair.a.shape[0], 4096):
             total += valid[rows].to(total.dtype) @ pair.a[rows].to(total.dtype)
     return total / pair.a.shape[0]
-
-
-def rounding_exceeds(pair: Pair, tolerance: float) -> Tensor:
-    """Whether the rounding of a score may exceed ROUNDING_SHARE of the tolerance: (1,) int32, on the device.
-
-    Forward and backward multiply blocks of different shapes, and the order of sums in a product depends on the shape.
-    So exp(x_ij - row_lse_i) in backward has a relative error of up to about
-
-        eps * (|scale| max_i |a_i| max_j |b_j| + max_j |bias_j|)
-
-    The exact strategy has no such error: both of its passes compute the same products.
-    """
-    size = pair.scale.abs() * _largest_norm(pair.a, pair.row_key >= 0) * _largest_norm(pair.b, None)
-    if pair.bias is not None:
-        size = size + torch.where(pair.bias.isinf(), 0.0, pair.bias).abs().amax()
-    exceeds = torch.finfo(pair.stat_dtype).eps * size > ROUNDING_SHARE * tolerance
-    return exceeds.to(torch.int32).view(1)
-
-
-def _largest_norm(x: Tensor, valid: Tensor | None) -> Tensor:
-    """The largest norm of the rows of x, or of those that ``valid`` marks: 0-d."""
-    step = x.shape[0] if x.device.type != "cpu" else max(1, NORM_ELEMENTS // max(x.shape[1], 1))
-    norms = [torch.linalg.vector_norm(rows, dim=1, dtype=stat_dtype(x.dtype)) for rows in x.split(max(step, 1))]
-    norm = torch.cat(norms)
-    return (norm if valid is None else torch.where(valid, norm, 0.0)).amax()
 
 
 def order_by(product_m: Tensor, pair: Pair) -> Tensor:
@@ -227,26 +175,10 @@ def most_kept(entries: int) -> int:
     return int(min(1.0, DENSE_SHARE) * entries)  # see `too_many`
 
 
-def places_of(order: Tensor, pair: Pair, columns: Tensor | None = None) -> Tensor:
-    """The positions of ``columns``, by default of the positives, in the order: int64; -1 for a column outside."""
-    m = order.shape[0]
-    place_m = torch.empty(m, dtype=torch.int64, device=order.device)
-    place_m[order.long()] = torch.arange(m, device=order.device)
-    own = (pair.row_key if columns is None else columns) - pair.col_start
-    return torch.where((own >= 0) & (own < m), place_m[own.clamp(0, m - 1)], -1)
-
-
-def always_kept(order: Tensor, pair: Pair) -> Tensor:
-    """The positions of the columns whose entries stay: the positive of each row and its K picks, (n, 1 + K)."""
-    place = places_of(order, pair)[:, None]
-    return place if pair.pick is None else torch.cat((place, places_of(order, pair, pair.pick)), 1)
-
-
-def keep_everything(pair: Pair, spec: PairSpec, order: Tensor | None = None) -> FilterPlan:
+def keep_everything(pair: Pair, spec: PairSpec) -> FilterPlan:
     """The plan of a call that drops nothing. The order of the columns does not matter."""
     valid, tiles = pair.row_key >= 0, tile_count(pair.b.shape[0])
-    if order is None:
-        order = torch.arange(pair.b.shape[0], dtype=torch.int32, device=pair.a.device)
+    order = torch.arange(pair.b.shape[0], dtype=torch.int32, device=pair.a.device)
     mass = torch.where(valid, KEPT, 0.0).to(pair.a.dtype).expand(tiles, -1).contiguous()
     mean = pair.a.new_zeros((tiles, pair.b.shape[1]))
     kept = valid.sum(dtype=torch.int32).expand(tiles).contiguous()
@@ -284,66 +216,3 @@ def rows_per_step(n: int, tiles: int, options: TileOptions, numbers: int = 1) ->
     A multiple of 64, and at least 64.
     """
     return max(64, min(n, options.workspace_bytes // 4 // (4 * tiles * numbers)) // 64 * 64)
-
-
-def choose(
-    part_tn: Tensor,
-    lse_n: Tensor,
-    kept_nk: Tensor,
-    valid_n: Tensor,
-    tolerance: float,
-    width: int,
-    most: Limits = NO_LIMITS,
-    entropy_tn: Tensor | None = None,
-) -> Tensor:
-    """The plan: (T, n), KEPT for a kept entry, else its mass / tolerance, in the type of ``part_tn``.
-
-    A row drops the entries whose mass is below a threshold, which is found by bisection: their sum must stay below
-    ``tolerance * most.mass``, and that of their E_ti below ``tolerance * most.entropy``. The bisection starts from a
-    lower bound that is safe for every row: tolerance * most.mass / T. If entropy is limited, the bound is also at most
-    y / (2 log(width / y)) with y = tolerance * most.entropy / T, because E_ti <= M_ti log(width / M_ti).
-
-    Args:
-        part_tn: the log-sum-exp of each row in each tile.
-        lse_n: the log-sum-exp of each row over all tiles.
-        kept_nk: the positions of the columns whose entries stay (`always_kept`), or -1.
-        valid_n: False for an ignored row. It drops all its entries, and they are 0 in the result.
-        most: what a row may drop, in units of the tolerance.
-        entropy_tn: the entropy of each row's softmax over the columns of each tile, if entropy is limited.
-    """
-    tiles = part_tn.shape[0]
-    # NaN < x is False, so entries with a mass of NaN are kept. The entries that must be kept are set to NaN. Entries
-    # with NaN scores are kept too, so NaN reaches the gradient.
-    tile_kn = torch.where(kept_nk >= 0, kept_nk // width, tiles).T
-    stays = part_tn.new_zeros((tiles + 1, part_tn.shape[1]), dtype=torch.bool).scatter_(0, tile_kn, True)[:tiles]
-    log_mass = (part_tn - lse_n[None, :]).masked_fill_(stays, torch.nan)
-    mass = log_mass.exp()
-    usable = torch.full_like(lse_n, tolerance * MARGIN)
-    usable, usable_entropy = usable * most.mass, usable * most.entropy
-    low, high = (usable / tiles).log(), usable.log()
-    entropy = None
-    if entropy_tn is not None:
-        entropy, each = dropped_entropy(log_mass, entropy_tn), usable_entropy / tiles
-        low = torch.minimum(low, (each / (2.0 * (width / each).log())).log())
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        below = log_mass < middle
-        fits = torch.where(below, mass, 0.0).sum(0) <= usable
-        if entropy is not None:
-            fits &= torch.where(below, entropy, 0.0).sum(0) <= usable_entropy
-        low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
-    plan = torch.where(log_mass < low, mass / tolerance, KEPT)
-    return torch.where(valid_n[None, :], plan, 0.0)
-
-
-def dropped_entropy(log_mass_tn: Tensor, entropy_tn: Tensor) -> Tensor:
-    """E_ti = M_ti (entropy over the tile - log M_ti): (T, n); 0 for an empty tile."""
-    return torch.where(log_mass_tn == -torch.inf, 0.0, log_mass_tn.exp() * (entropy_tn - log_mass_tn))
-
-
-def mean_surprise(mass_tn: Tensor, log_mass_tn: Tensor, entropy_tn: Tensor) -> Tensor:
-    """E_i / D_i of the dropped entries, those that are not negative in ``mass_tn``: (n,); 0 if nothing is dropped."""
-    dropped = (mass_tn >= 0) & (log_mass_tn > -torch.inf)
-    entropy = torch.where(dropped, dropped_entropy(log_mass_tn, entropy_tn), 0.0).sum(0)
-    mass = torch.where(dropped, log_mass_tn.exp(), 0.0).sum(0)
-    return torch.where(mass > 0.0, entropy / mass, 0.0)

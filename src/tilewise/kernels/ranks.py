@@ -111,13 +111,7 @@ class Nearest:
 
     def keep_(self, rows: Tensor | slice, score: Tensor, index: Tensor) -> None:
         """Replace the items of these queries by the k best of (r, c) others. On ties the lower index wins."""
-        k = self.index.shape[1]
-        best, place = score.topk(k, dim=1, sorted=False)
-        kept = index.gather(1, place)
-        left_out = score.scatter(1, place, -torch.inf).amax(1)  # `topk` may take any of the scores that equal the last
-        tied = ((left_out == best.amin(1)) & (left_out > -torch.inf)).nonzero().squeeze(1)
-        if tied.numel():
-            best[tied], kept[tied] = (values[:, :k] for values in in_order(score[tied], index[tied]))
+        best, kept = best_of(score, index, self.index.shape[1])
         self.score[rows], self.index[rows] = best, kept.masked_fill_(best == -torch.inf, NO_INDEX)
 
     def sort_(self) -> None:
@@ -125,6 +119,20 @@ class Nearest:
         score, index = in_order(self.score, self.index)
         self.score.copy_(score)
         self.index.copy_(index)
+
+
+def best_of(score: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best of (r, c) items, in any order. On ties the lower index wins."""
+    best, place = score.topk(k, dim=1, sorted=False)
+    kept = index.gather(1, place)
+    left_out = score.scatter(1, place, -torch.inf).amax(1)  # `topk` may take any of the scores that equal the last
+    tied = ((left_out == best.amin(1)) & (left_out > -torch.inf)).nonzero().squeeze(1)
+    if tied.numel():  # take all that are higher than the last, and the lowest indices of those that equal it
+        score, index, last = score[tied], index[tied], best[tied].amin(1, keepdim=True)
+        rest = torch.where(score == last, index, NO_INDEX)
+        place = torch.where(score > last, -1, rest).topk(k, dim=1, largest=False, sorted=False).indices
+        best[tied], kept[tied] = score.gather(1, place), index.gather(1, place)
+    return best, kept
 
 
 def in_order(score: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

@@ -173,6 +173,11 @@ def choose_backend(shape: PairShape, spec: PairSpec, options: TileOptions) -> Ba
 forget_with_backends(choose_backend.cache_clear)
 
 
+def operators_instead(backend: Backend, options: TileOptions) -> Backend | None:
+    """The backend of PyTorch's operators, where "auto" chose another one: for small calls without a program."""
+    return load_backend("torch") if options.backend == "auto" and backend.name != "torch" else None
+
+
 def directional_derivatives(
     pair: Pair, along: Grads, names: Sequence[str], spec: PairSpec, options: TileOptions
 ) -> tuple[Stats, Stats]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec
 from tilewise.losses.entry import entry
-from tilewise.losses.module import settings_of
+from tilewise.losses.module import LossModule
 from tilewise.losses.sharded import Pairs
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
@@ -83,8 +83,10 @@ def clip_loss(
     return loss
 
 
-class ClipLoss(nn.Module):
+class ClipLoss(LossModule):
     """`clip_loss` as a Module that stores the settings."""
+
+    function = staticmethod(clip_loss)
 
     def __init__(
         self,
@@ -93,15 +95,4 @@ class ClipLoss(nn.Module):
         group: torch.distributed.ProcessGroup | None = None,
         options: TileOptions | None = None,
     ) -> None:
-        super().__init__()
-        self.settings = settings_of(locals())
-
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: float | Tensor,
-        logit_bias: float | Tensor | None = None,
-    ) -> Tensor:
-        """See `clip_loss`."""
-        return clip_loss(image_features, text_features, logit_scale, logit_bias, **self.settings)
+        super().__init__(locals())

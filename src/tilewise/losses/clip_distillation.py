@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.clip import NAMES
 from tilewise.losses.entry import entry
-from tilewise.losses.module import settings_of
+from tilewise.losses.module import LossModule
 from tilewise.losses.sharded import Pairs
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
@@ -75,15 +75,10 @@ def clip_distillation_loss(
     _check.check_reduction(reduction)
     check_flag("teacher_entropy", teacher_entropy)
     options, name = _check.check_options(options), _check.group_name(group)
-    a = _check.check_features(NAMES[0], image_features)
-    b = _check.check_features(NAMES[1], text_features)
-    _check.check_together(NAMES, a, b)
-    _check.check_same_rows(NAMES, a, b)
+    a, b = _check.check_sides(NAMES, image_features, text_features, paired=True)
     scale = _check.check_scalar("logit_scale", logit_scale, a, rows="multiply the rows of image_features by it")
-    teacher_a = _check.check_features(TEACHER_NAMES[0], teacher_image_features).detach()
-    teacher_b = _check.check_features(TEACHER_NAMES[1], teacher_text_features).detach()
-    _check.check_together(TEACHER_NAMES, teacher_a, teacher_b)
-    _check.check_same_rows(TEACHER_NAMES, teacher_a, teacher_b)
+    teacher = _check.check_sides(TEACHER_NAMES, teacher_image_features, teacher_text_features, paired=True)
+    teacher_a, teacher_b = (features.detach() for features in teacher)
     _check.check_same_rows((NAMES[0], TEACHER_NAMES[0]), a, teacher_a)
     _check.check_device_and_type((TEACHER_NAMES[0], NAMES[0]), teacher_a, a, "both tensors of the teacher")
     teacher_scale = _check.check_scalar("teacher_logit_scale", teacher_logit_scale, a).detach().to(stat_dtype(a.dtype))
@@ -101,8 +96,10 @@ def clip_distillation_loss(
     return reduce_rows(loss_n, reduction, name)
 
 
-class ClipDistillationLoss(nn.Module):
+class ClipDistillationLoss(LossModule):
     """`clip_distillation_loss` as a Module that stores the settings."""
+
+    function = staticmethod(clip_distillation_loss)
 
     def __init__(
         self,
@@ -112,25 +109,4 @@ class ClipDistillationLoss(nn.Module):
         group: torch.distributed.ProcessGroup | None = None,
         options: TileOptions | None = None,
     ) -> None:
-        super().__init__()
-        self.settings = settings_of(locals())
-
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: float | Tensor,
-        teacher_image_features: Tensor,
-        teacher_text_features: Tensor,
-        teacher_logit_scale: float | Tensor,
-    ) -> Tensor:
-        """See `clip_distillation_loss`."""
-        return clip_distillation_loss(
-            image_features,
-            text_features,
-            logit_scale,
-            teacher_image_features,
-            teacher_text_features,
-            teacher_logit_scale,
-            **self.settings,
-        )
+        super().__init__(locals())

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewise import _check
 from tilewise.errors import GradientError, RangeError
@@ -14,7 +14,7 @@ from tilewise.kernels.spec import PairSpec, RowWeights, stat_dtype
 from tilewise.losses.entry import entry
 from tilewise.losses.head import check_head, check_ignore_index, check_shift, check_target, pick_at, target_scores
 from tilewise.losses.logsumexp import check_bias
-from tilewise.losses.module import settings_of
+from tilewise.losses.module import LossModule
 from tilewise.losses.sharded_head import Head
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
@@ -279,10 +279,12 @@ def _check_class_weight(weight: Tensor | None, c: Tensor) -> Tensor | None:
     return checked
 
 
-class LinearCrossEntropyLoss(nn.Module):
+class LinearCrossEntropyLoss(LossModule):
     """`linear_cross_entropy` as a Module that stores the settings."""
 
     weight: Tensor | None
+    function = staticmethod(linear_cross_entropy)
+    attributes = ("weight", "logit_scale")
 
     def __init__(
         self,
@@ -299,24 +301,8 @@ class LinearCrossEntropyLoss(nn.Module):
         group: torch.distributed.ProcessGroup | None = None,
         options: TileOptions | None = None,
     ) -> None:
-        super().__init__()
         if weight is not None:
             _check.check_tensor("weight", weight)  # a Module refuses other buffers with an error of its own
+        super().__init__(locals())
+        del self.weight
         self.register_buffer("weight", weight)
-        self.logit_scale = logit_scale  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings = settings_of(locals(), "weight", "logit_scale")
-
-    def forward(
-        self, input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """See `linear_cross_entropy`."""
-        result: Tensor | tuple[Tensor, Tensor] = linear_cross_entropy(
-            input,
-            linear_weight,
-            target,
-            linear_bias=linear_bias,
-            weight=self.weight,
-            logit_scale=self.logit_scale,
-            **self.settings,
-        )
-        return result

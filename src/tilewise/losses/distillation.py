@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewise import _check
 from tilewise.errors import ConfigError, RangeError, ShapeError
@@ -24,7 +24,7 @@ from tilewise.losses.head import (
     target_scores,
 )
 from tilewise.losses.logsumexp import check_bias, check_softcap
-from tilewise.losses.module import settings_of
+from tilewise.losses.module import LossModule
 from tilewise.losses.per_token import check_temperature, check_token_mask, tempered
 from tilewise.losses.sharded_head import Head
 from tilewise.ops.autograd import pair_stats
@@ -352,8 +352,11 @@ def _without_padding(
     return c[:classes], teacher_c[:classes], bias, None if teacher_bias is None else teacher_bias[:classes]
 
 
-class LinearDistillationLoss(nn.Module):
+class LinearDistillationLoss(LossModule):
     """`linear_distillation_loss` as a Module that stores the settings."""
+
+    function = staticmethod(linear_distillation_loss)
+    attributes = ("logit_scale",)
 
     def __init__(
         self,
@@ -372,32 +375,4 @@ class LinearDistillationLoss(nn.Module):
         group: torch.distributed.ProcessGroup | None = None,
         options: TileOptions | None = None,
     ) -> None:
-        super().__init__()
-        self.logit_scale = logit_scale  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings = settings_of(locals(), "logit_scale")
-
-    def forward(
-        self,
-        input: Tensor,
-        linear_weight: Tensor,
-        teacher_input: Tensor,
-        teacher_weight: Tensor,
-        target: Tensor | None = None,
-        *,
-        linear_bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        """See `linear_distillation_loss`."""
-        return linear_distillation_loss(
-            input,
-            linear_weight,
-            teacher_input,
-            teacher_weight,
-            target,
-            linear_bias=linear_bias,
-            teacher_bias=teacher_bias,
-            mask=mask,
-            logit_scale=self.logit_scale,
-            **self.settings,
-        )
+        super().__init__(locals())

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewise import _check
 from tilewise.errors import ConfigError
@@ -15,7 +15,7 @@ from tilewise.losses.entry import entry
 from tilewise.losses.guide import CheckedGuide, Guide, check_guide
 from tilewise.losses.hardness import HardnessMode, check_hardness, hard_logsumexp
 from tilewise.losses.logsumexp import joined_logsumexp
-from tilewise.losses.module import settings_of
+from tilewise.losses.module import LossModule
 from tilewise.losses.negatives import check_log_q, check_negative_ids, check_negatives
 from tilewise.losses.per_token import divide_rows
 from tilewise.losses.sharded import Pairs
@@ -148,10 +148,10 @@ def info_nce(
     if (
         reduction != "none"
         and negatives is None
+        and guided is None
         and not group_name
         and not harder.in_batch
         and not decoupled
-        and not (apart and symmetric)
     ):
         weights = row_weights(a, reduction, checked=calls.checked)
         call: dict[str, Any] = {"full_keys": full_keys, "spec": spec, "options": options, "calls": calls}
@@ -264,8 +264,11 @@ def _shifted(x_nk: Tensor, shift: Tensor | None) -> Tensor:
     return x_nk if shift is None else x_nk - shift[:, None]
 
 
-class InfoNCELoss(nn.Module):
+class InfoNCELoss(LossModule):
     """`info_nce` as a Module that stores the settings."""
+
+    function = staticmethod(info_nce)
+    attributes = ("temperature",)
 
     def __init__(
         self,
@@ -280,32 +283,4 @@ class InfoNCELoss(nn.Module):
         group: torch.distributed.ProcessGroup | None = None,
         options: TileOptions | None = None,
     ) -> None:
-        super().__init__()
-        self.temperature = temperature  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings = settings_of(locals(), "temperature")
-
-    def forward(
-        self,
-        query: Tensor,
-        positive_key: Tensor,
-        negative_keys: Tensor | None = None,
-        *,
-        query_ids: Tensor | None = None,
-        key_ids: Tensor | None = None,
-        negative_mask: Tensor | None = None,
-        log_q: Tensor | None = None,
-        guide: Guide | None = None,
-    ) -> Tensor:
-        """See `info_nce`."""
-        return info_nce(
-            query,
-            positive_key,
-            negative_keys,
-            temperature=self.temperature,
-            query_ids=query_ids,
-            key_ids=key_ids,
-            negative_mask=negative_mask,
-            log_q=log_q,
-            guide=guide,
-            **self.settings,
-        )
+        super().__init__(locals())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise import _check
-from tilewise.errors import ConfigError, DtypeError, GradientError, RangeError, ShapeError
+from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
 from tilewise.kernels.spec import stat_dtype
 
 NO_ID = -(2**63)  # id of a negative that is never excluded: no query has it
@@ -90,8 +90,7 @@ def check_log_q(log_q: Tensor | None, a: Tensor, negatives: Tensor | None) -> tu
             f"log_q has one entry for each key, then one for each shared negative, so its shape is ({n + shared},), "
             f"got {tuple(log_q.shape)}. Pass 0 for a negative without one"
         )
-    if log_q.requires_grad and torch.is_grad_enabled():
-        raise GradientError("log_q is a constant and gets no gradient, but it requires grad. Pass log_q.detach()")
+    _check.check_constant("log_q", log_q)
     if _check.can_read(log_q) and not log_q.isfinite().all():
         worst = log_q[~log_q.isfinite()][0].item()
         raise RangeError(

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewise import _check
 from tilewise.errors import ConfigError, ShapeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.losses.entry import entry
 from tilewise.losses.logsumexp import joined_logsumexp
-from tilewise.losses.module import settings_of
+from tilewise.losses.module import LossModule
 from tilewise.losses.supcon import supcon_loss
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
@@ -146,8 +146,11 @@ def with_queue(
     return joined_logsumexp([lse[:, None], more[:, None]])
 
 
-class NTXentLoss(nn.Module):
+class NTXentLoss(LossModule):
     """`nt_xent` as a Module that stores the settings."""
+
+    function = staticmethod(nt_xent)
+    attributes = ("temperature",)
 
     def __init__(
         self,
@@ -158,10 +161,4 @@ class NTXentLoss(nn.Module):
         group: torch.distributed.ProcessGroup | None = None,
         options: TileOptions | None = None,
     ) -> None:
-        super().__init__()
-        self.temperature = temperature  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings = settings_of(locals(), "temperature")
-
-    def forward(self, features: Tensor, *, queue: Tensor | None = None) -> Tensor:
-        """See `nt_xent`."""
-        return nt_xent(features, temperature=self.temperature, queue=queue, **self.settings)
+        super().__init__(locals())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise import _check
-from tilewise.errors import DtypeError, GradientError, RangeError, ShapeError
+from tilewise.errors import DtypeError, RangeError, ShapeError
 from tilewise.kernels.spec import stat_dtype
 
 
@@ -26,7 +26,7 @@ def check_token_ids(name: str, ids: Tensor, input: Tensor, shift: int) -> Tensor
 def check_token_values(name: str, values: Tensor, input: Tensor, shift: int) -> Tensor:
     """Check K numbers for each token, (..., K), without gradient. Returns those of the scored states: (n, K)."""
     _check.check_floating(name, values, values.dim() if isinstance(values, Tensor) else 0)
-    _refuse_grad(name, values)
+    _check.check_constant(name, values)
     _check_entries(name, values, input, "K numbers")
     return _scored(values, shift)
 
@@ -75,7 +75,7 @@ def check_token_temperature(temperature: float | Tensor, input: Tensor, shift: i
     if not isinstance(temperature, Tensor):
         return check_temperature(temperature, per=str(tuple(input.shape[:-1])))
     _check.check_floating("temperature", temperature, temperature.dim())
-    _refuse_grad("temperature", temperature)
+    _check.check_constant("temperature", temperature)
     if temperature.dim() == 0:
         temperature = temperature.expand(input.shape[:-1])
     _check_entries("temperature", temperature[..., None], input, "one number")
@@ -142,11 +142,6 @@ def _check_entries(name: str, values: Tensor, input: Tensor, what: str) -> None:
             "Its first axes are those of input"
         )
     _check.check_device((name, "input"), values, input)
-
-
-def _refuse_grad(name: str, values: Tensor) -> None:
-    if values.requires_grad and torch.is_grad_enabled():
-        raise GradientError(f"{name} is a constant and gets no gradient, but it requires grad. Pass {name}.detach()")
 
 
 def _scored(values: Tensor, shift: int) -> Tensor:

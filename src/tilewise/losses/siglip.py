@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.entry import entry
-from tilewise.losses.module import settings_of
+from tilewise.losses.module import LossModule
 from tilewise.losses.sharded import Pairs
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import call_settings
@@ -75,8 +75,10 @@ def siglip_loss(
     return reduce_rows(stats.row_softplus, reduction, name)
 
 
-class SigLipLoss(nn.Module):
+class SigLipLoss(LossModule):
     """`siglip_loss` as a Module that stores the settings."""
+
+    function = staticmethod(siglip_loss)
 
     def __init__(
         self,
@@ -85,15 +87,4 @@ class SigLipLoss(nn.Module):
         group: torch.distributed.ProcessGroup | None = None,
         options: TileOptions | None = None,
     ) -> None:
-        super().__init__()
-        self.settings = settings_of(locals())
-
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: float | Tensor,
-        logit_bias: float | Tensor,
-    ) -> Tensor:
-        """See `siglip_loss`."""
-        return siglip_loss(image_features, text_features, logit_scale, logit_bias, **self.settings)
+        super().__init__(locals())

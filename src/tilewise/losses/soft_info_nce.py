@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewise import _check
 from tilewise.errors import ConfigError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.entry import entry
-from tilewise.losses.module import settings_of
+from tilewise.losses.module import LossModule
 from tilewise.losses.per_token import divide_rows
 from tilewise.losses.sharded import Pairs
 from tilewise.losses.statistics import check_pick
@@ -152,8 +152,11 @@ def _check_weight(weight: Tensor | None, pick: Tensor, wanted: Tensor, dtype: to
     return torch.where(wanted, weight.to(dtype), 0.0)
 
 
-class SoftInfoNCELoss(nn.Module):
+class SoftInfoNCELoss(LossModule):
     """`soft_info_nce` as a Module that stores the settings."""
+
+    function = staticmethod(soft_info_nce)
+    attributes = ("temperature",)
 
     def __init__(
         self,
@@ -165,12 +168,4 @@ class SoftInfoNCELoss(nn.Module):
         group: torch.distributed.ProcessGroup | None = None,
         options: TileOptions | None = None,
     ) -> None:
-        super().__init__()
-        self.temperature = temperature  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings = settings_of(locals(), "temperature")
-
-    def forward(
-        self, query: Tensor, key: Tensor, target: Tensor | None = None, target_weight: Tensor | None = None
-    ) -> Tensor:
-        """See `soft_info_nce`."""
-        return soft_info_nce(query, key, target, target_weight, temperature=self.temperature, **self.settings)
+        super().__init__(locals())

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewise import _check
 from tilewise.errors import RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.entry import entry
 from tilewise.losses.head import check_head, check_shift, target_scores
-from tilewise.losses.module import settings_of
+from tilewise.losses.module import LossModule
 from tilewise.losses.per_token import (
     check_id_range,
     check_token_ids,
@@ -253,8 +253,11 @@ def _check_log_probs(t: Tensor) -> None:
         )
 
 
-class LinearSparseDistillationLoss(nn.Module):
+class LinearSparseDistillationLoss(LossModule):
     """`linear_sparse_distillation_loss` as a Module that stores the settings."""
+
+    function = staticmethod(linear_sparse_distillation_loss)
+    attributes = ("logit_scale",)
 
     def __init__(
         self,
@@ -269,28 +272,4 @@ class LinearSparseDistillationLoss(nn.Module):
         group: torch.distributed.ProcessGroup | None = None,
         options: TileOptions | None = None,
     ) -> None:
-        super().__init__()
-        self.logit_scale = logit_scale  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings = settings_of(locals(), "logit_scale")
-
-    def forward(
-        self,
-        input: Tensor,
-        linear_weight: Tensor,
-        teacher_ids: Tensor,
-        teacher_log_probs: Tensor,
-        *,
-        linear_bias: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        """See `linear_sparse_distillation_loss`."""
-        return linear_sparse_distillation_loss(
-            input,
-            linear_weight,
-            teacher_ids,
-            teacher_log_probs,
-            linear_bias=linear_bias,
-            mask=mask,
-            logit_scale=self.logit_scale,
-            **self.settings,
-        )
+        super().__init__(locals())

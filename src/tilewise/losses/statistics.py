@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise import _check
-from tilewise.errors import ConfigError, DtypeError, GradientError, ShapeError
+from tilewise.errors import ConfigError, DtypeError, ShapeError
 from tilewise.kernels.spec import PairSpec, Positive, stat_dtype
 from tilewise.losses.entry import entry
 from tilewise.losses.logsumexp import check_bias, check_softcap
@@ -229,8 +229,7 @@ def _check_shift(shift: Tensor | None, a: Tensor) -> Tensor | None:
             f"shift has one number for each row, ({a.shape[0]},), got {tuple(shift.shape)}. "
             f"{_check.reshape_advice(shift, a.shape[0])}"
         )
-    if shift.requires_grad and torch.is_grad_enabled():
-        raise GradientError("shift is a constant and gets no gradient, but it requires grad. Pass shift.detach()")
+    _check.check_constant("shift", shift)
     return shift.to(stat_dtype(a.dtype))
 
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewise import _check
 from tilewise.errors import ConfigError
 from tilewise.kernels.spec import HALF_TYPES, PairSpec
 from tilewise.losses.entry import entry
 from tilewise.losses.logsumexp import joined_logsumexp
-from tilewise.losses.module import settings_of
+from tilewise.losses.module import LossModule
 from tilewise.losses.sharded import Pairs
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
@@ -119,8 +119,11 @@ def _next_of_label(label: Tensor) -> Tensor:
     return index.scatter(0, index, index[following])
 
 
-class SupConLoss(nn.Module):
+class SupConLoss(LossModule):
     """`supcon_loss` as a Module that stores the settings."""
+
+    function = staticmethod(supcon_loss)
+    attributes = ("temperature",)
 
     def __init__(
         self,
@@ -130,19 +133,4 @@ class SupConLoss(nn.Module):
         group: torch.distributed.ProcessGroup | None = None,
         options: TileOptions | None = None,
     ) -> None:
-        super().__init__()
-        self.temperature = temperature  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings = settings_of(locals(), "temperature")
-
-    def forward(
-        self,
-        features: Tensor,
-        labels: Tensor,
-        *,
-        queue: Tensor | None = None,
-        queue_labels: Tensor | None = None,
-    ) -> Tensor:
-        """See `supcon_loss`."""
-        return supcon_loss(
-            features, labels, temperature=self.temperature, queue=queue, queue_labels=queue_labels, **self.settings
-        )
+        super().__init__(locals())

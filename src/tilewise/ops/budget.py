@@ -13,8 +13,10 @@ import os
 import torch
 
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.spec import Needs, PairShape, PairSpec
+from tilewise.kernels.spec import Needs, PairShape, PairSpec, stat_dtype
+from tilewise.ops import limits
 from tilewise.options import DEFAULT_MIB, TileOptions
+from tilewise.ring.schedule import team_size
 
 MIB = 2**20
 ALL_ROWS_MIB, MOST_MIB = 576, 4096
@@ -23,6 +25,7 @@ ONE_MACRO = 16384  # with more rows and classes, two passes need a float32 sum o
 NARROWEST = 1024  # features; with fewer, forward of two passes saves nothing
 SHARE = 4  # a quarter of what is free
 FEWEST_COLUMNS = 128  # of a chunk: a whole tile
+VECTORS = 48  # bytes of a column's ids, shifts, statistics and bias, at most
 LEAST, MOST = 64, 8192  # MiB; more than 8 GiB was not measured
 
 
@@ -82,6 +85,21 @@ def column_chunk(options: TileOptions, column: int, cols: int) -> tuple[int | No
     if chunk >= cols:
         return None, options
     return chunk, _with_mib(options, max((options.workspace_bytes - chunk * column) // MIB, 1))
+
+
+def ring_team(options: TileOptions, shape: PairShape, cols: int, world: int) -> tuple[int, TileOptions]:
+    """Over a ring: how many ranks gather their blocks of up to ``cols`` columns, so that all of them take one launch.
+
+    A quarter of the workspace holds three blocks of them, with their float32 gradients. Returned with the options for
+    the rest of the workspace; 1 and the options unchanged if two blocks are too large.
+    """
+    item, stat = shape.dtype.itemsize, stat_dtype(shape.dtype).itemsize
+    column = 3 * ((shape.width + shape.guide_width) * item + shape.width * stat + VECTORS)
+    room = min(options.workspace_bytes // 4 // column, limits.current().ring_columns)
+    team = team_size(world, room // max(cols, 1))
+    if team == 1:
+        return 1, options
+    return team, _with_mib(options, max((options.workspace_bytes - team * cols * column) // MIB, 1))
 
 
 def limit_and_reason(options: TileOptions, shape: PairShape, spec: PairSpec, needs: Needs) -> tuple[int, str]:

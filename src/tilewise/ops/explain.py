@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_map_only
 from tilewise.errors import ConfigError
 from tilewise.kernels.registry import refusals
 from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape, may_save, stat_dtype
-from tilewise.ops.budget import column_chunk, limit_and_reason
+from tilewise.ops.budget import column_chunk, limit_and_reason, ring_team
 from tilewise.ops.call import Call
 from tilewise.ops.route import Route, Strategy
 from tilewise.ops.rows import copied_bytes
-from tilewise.options import DEFAULT_SMALL_MIB
+from tilewise.options import DEFAULT_SMALL_MIB, TileOptions
 from tilewise.ring.exchange import find_exchange
 
 MIB = 2**20
@@ -44,6 +44,7 @@ class Decision:
         workspace_limit: the most workspace that the call may use, and why: ``TileOptions.workspace_mib`` or a default.
         program: on the Triton backend, the steps of forward and backward, their buffers, and the exact peak of their
             memory; "" for the filter, over a group, and on other backends.
+        ring: how blocks of columns move between the ranks of a group, for shards of equal size; "" for none.
     """
 
     operator: str
@@ -62,6 +63,7 @@ class Decision:
     copy_bytes: int = 0
     workspace_limit: str = ""
     program: str = ""
+    ring: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -78,13 +80,14 @@ class Decision:
         }
         memory = ", ".join(f"{name} {-(-size // MIB):,}" for name, size in parts.items() if size)
         program = f"\n  program\n{textwrap.indent(self.program, '    ')}" if self.program else ""
+        ring = f"\n  ring      {self.ring}" if self.ring else ""
         refused = "".join(f"; {name} not chosen: {reason}" for name, reason in self.refused)
         return (
             f"{self.operator}: {self.rows:,} x {self.cols:,} scores of width {self.width:,}, {kind} on {self.device}\n"
             f"  backend   {self.backend}{refused}\n"
             f"  strategy  {self.strategy}: {self.reason}\n"
             f"  memory    at most {-(-self.peak_bytes // MIB):,} MiB above the inputs ({memory})\n"
-            f"  workspace {self.workspace_limit}{program}"
+            f"  workspace {self.workspace_limit}{ring}{program}"
         )
 
 
@@ -136,6 +139,7 @@ def note(operator: str, call: Call, way: Route) -> None:
         workspace_limit=_workspace_limit(call, way),
         copy_bytes=copied_bytes(shape, settings.spec, needs.a),
         program=program,
+        ring=_ring(call),
     )
     for found in listeners:
         found.append(decision)
@@ -180,7 +184,8 @@ def _work(call: Call, way: Route, gradient_bytes: int) -> tuple[str, int, int]:
 
 
 def _workspace_bytes(call: Call, way: Route) -> int:
-    shape, options = call.shape, call.options
+    team, options = _team(call)
+    shape = call.shape._replace(cols=team * call.shape.cols)
     used = way.backend.workspace_bytes(shape, call.settings.spec, options, way.strategy)
     if shape.dtype in HALF_TYPES:
         return used
@@ -198,15 +203,35 @@ def _workspace_limit(call: Call, way: Route) -> str:
     return f"at most {mib:,} MiB: {reason}"
 
 
+def _team(call: Call) -> tuple[int, TileOptions]:
+    """How many ranks of a ring gather their blocks, for shards of equal size, and the options for the work on them."""
+    world = find_exchange(call.settings.group_name).world
+    if world == 1 or call.settings.spec.same_rows:
+        return 1, call.options
+    return ring_team(call.options, call.shape, call.shape.cols, world)
+
+
+def _ring(call: Call) -> str:
+    """`Decision.ring`."""
+    world, team = find_exchange(call.settings.group_name).world, _team(call)[0]
+    if world == 1 or call.settings.spec.same_rows:
+        return ""
+    blocks = "each block of columns is" if team == 1 else f"the blocks of {team} ranks are gathered and"
+    return f"{world} ranks: {blocks} computed at once, {world // team} launches in each direction"
+
+
 def _ring_bytes(call: Call) -> int:
     """Buffers of `rotate_blocks` and float32 sums of gradients, for shards of equal size; 0 without a group."""
     spec, options, group_name, needs = call.settings[:4]
     if find_exchange(group_name).world == 1:
         return 0
+    team, rest = _team(call)
     shape, stat = call.shape, stat_dtype(call.shape.dtype).itemsize
     rows, cols = shape.rows * shape.width, shape.cols * shape.width
     if spec.same_rows:  # the ranks exchange only vectors
         return stat * rows * needs.a
+    if team > 1:
+        return 2 * stat * rows * needs.a + call.options.workspace_bytes - rest.workspace_bytes
     travelling = stat if options.ring_gradients == "float32" else shape.dtype.itemsize
     columns, chunk = needs.a if spec.symmetric else needs.b, None
     if columns and not spec.symmetric:

@@ -15,6 +15,7 @@ class Limits:
 
     Args:
         small, small_cpu: the most scores that are computed all at once, on a GPU and on a CPU.
+        small_operators: the most scores on a GPU for which PyTorch's operators compute statistics that no program does.
         smallest_block: one pass on a CPU: with fewer rows in a block its products are thin, and computing the scores
             twice is faster.
         worth_one_pass: one pass of a softmax on a GPU: below so many multiply-adds of a product the host takes longer
@@ -32,10 +33,13 @@ class Limits:
         ring_head: a classifier that is sharded over ranks with different rows: bytes of the whole classifier from which
             its shards move around a ring. A smaller one is gathered once per pass, which sends the same bytes with
             fewer launches, and takes memory for all of it and of its gradient.
+        ring_columns: the most columns of several ranks that form one block of a ring. Modelled, not measured: with so
+            many, the products of a block take as long as its launches or fill the workspace.
     """
 
     small: int = 2**27
     small_cpu: int = 2**21
+    small_operators: int = 2**24
     smallest_block: int = 64
     worth_one_pass: int = 2**34
     smallest_gpu_block: int = 2048
@@ -45,6 +49,7 @@ class Limits:
     worth_filtering: int = 2**40
     worth_waiting: int = 2**38
     ring_head: int = 2**30
+    ring_columns: int = 8192
 
 
 _now = Limits()

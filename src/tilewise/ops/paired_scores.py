@@ -91,7 +91,8 @@ def target_cosines(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
 def own_scores(a: Tensor, own: Tensor, keep: Tensor | None, precision: str) -> Tensor:
     """<a_i, own_ik> for the k columns of each row: (n, k), 0 where ``keep`` is False. See `TileOptions.precision`.
 
-    Whatever lies behind a False, NaN included, reaches neither the scores nor a gradient.
+    On a GPU in full float32 even if TF32 is permitted: products of vectors wait for memory. Whatever lies behind a
+    False, NaN included, reaches neither the scores nor a gradient.
     """
     if holds_numbers(a):
         scores: Tensor = _OwnScores.apply(a, own, keep, precision)
@@ -100,7 +101,7 @@ def own_scores(a: Tensor, own: Tensor, keep: Tensor | None, precision: str) -> T
 
 
 def _own_scores(a: Tensor, own: Tensor, keep: OptTensor, precision: str) -> Tensor:
-    with without_autocast(a), matmul_precision(precision):
+    with without_autocast(a), matmul_precision("highest" if a.is_cuda else precision):
         if own.numel() <= CHUNK_ELEMENTS:
             return _some_scores(a, own, keep)
         out = a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype))
@@ -120,7 +121,7 @@ def _kept(own: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def _own_grads(a: Tensor, own: Tensor, keep: OptTensor, precision: str, grad: Tensor) -> tuple[Tensor, Tensor]:
-    with without_autocast(a), matmul_precision(precision):
+    with without_autocast(a), matmul_precision("highest" if a.is_cuda else precision):
         if own.numel() <= CHUNK_ELEMENTS:
             return _some_grads(a, own, keep, grad)
         grad_a, grad_own = torch.empty_like(a), torch.empty_like(own)

@@ -17,7 +17,7 @@ import torch
 
 from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.backend import Backend, GroupFilter, Like, OnePass
-from tilewise.kernels.registry import choose_backend, forget_with_backends
+from tilewise.kernels.registry import choose_backend, forget_with_backends, operators_instead
 from tilewise.kernels.spec import Needs, PairShape, PairSpec, wanted_names
 from tilewise.ops.budget import sized
 from tilewise.ops.limits import Limits, current
@@ -29,6 +29,7 @@ Strategy = Literal["small", "two_pass", "one_pass", "filtered"]
 # The statistics that the filter computes
 FILTERED = {"row_lse", "row_pos", "num_positives", "row_entropy", "row_top", "row_top_col", "row_picked"}
 TOO_SMALL = "the call is too small for the filter to pay"
+NO_FILTER = "this backend has no filter; the Triton backend has one"
 
 
 class Route(NamedTuple):
@@ -37,7 +38,7 @@ class Route(NamedTuple):
     strategy: Strategy
     reason: str
     backend: Backend
-    too_small: bool = False  # whether the size of the call is the only reason not to use the filter
+    unfiltered: bool = False  # whether only the size of the call or the backend is a reason not to use the filter
     forms_gradients: bool = False  # whether forward computes the gradients too
 
     @property
@@ -88,13 +89,16 @@ def _route(
         return Route("two_pass", "over a ring the statistics of all ranks come first", backend)
     if options.batch_invariant:
         return Route("two_pass", "batch_invariant=True: blocks of rows have a fixed size", backend)
-    if (
-        not over_group
-        and options.filter_tolerance == 0.0
-        and _why_not_small(shape, spec, options, backend, limits, scalar) is None
-    ):
-        reason = "all scores fit the workspace at once, and there are few of them"
-        return Route("small", reason, backend, forms_gradients=scalar)
+    if not over_group and options.filter_tolerance == 0.0:
+        if _why_not_small(shape, spec, options, backend, limits, scalar) is None:
+            reason = "all scores fit the workspace at once, and there are few of them"
+            return Route("small", reason, backend, forms_gradients=scalar)
+        # Where the host is the limit, some operators on all scores at once take less time than many tiles.
+        other = operators_instead(backend, options)
+        fits = other is not None and _why_not_small(shape, spec, options, other, limits, scalar) is None
+        if other is not None and fits and shape.rows * shape.cols <= limits.small_operators:
+            reason = f"few scores: operators on all of them instead of the tiles of the backend {backend.name}"
+            return Route("small", reason, other, forms_gradients=scalar)
     if not any(needs):
         return Route("two_pass", "no gradient is needed", backend)
     options = sized(options, shape, spec, needs)
@@ -104,7 +108,9 @@ def _route(
         why_exact = _why_not_filtered(shape, spec, options, backend, limits, over_group, capturing)
         if why_exact is None:
             return Route("filtered", _filter_reason(options, tolerance), backend)
-        return Route("two_pass", f"nothing is dropped: {why_exact}", backend, too_small=why_exact == TOO_SMALL)
+        return Route(
+            "two_pass", f"nothing is dropped: {why_exact}", backend, unfiltered=why_exact in (TOO_SMALL, NO_FILTER)
+        )
     if over_group:
         return Route("two_pass", "over a group the statistics of all ranks come first", backend)
     if not scalar:
@@ -134,9 +140,7 @@ def _why_not_filtered(
     capturing: bool,
 ) -> str | None:
     """Why the exact gradients are computed despite a tolerance, or None."""
-    if backend.filtered is None:
-        return f"the backend {backend.name} offers no filter"
-    if over_group and not isinstance(backend.filtered, GroupFilter):
+    if over_group and backend.filtered is not None and not isinstance(backend.filtered, GroupFilter):
         return f"the filter of the backend {backend.name} is for one process"
     if plans.tolerance_of(options, shape.dtype) < plans.SMALLEST_TOLERANCE:
         return "the tolerance is too small for float32"
@@ -163,7 +167,7 @@ def _why_not_filtered(
         return TOO_SMALL
     if capturing:
         return "a CUDA graph is being captured"
-    return None
+    return NO_FILTER if backend.filtered is None else None
 
 
 def _why_not_small(

@@ -120,7 +120,7 @@ def _without_group(call: Call, pair: Pair, rows: KeptRows | None, way: Route, *,
         return Found(job.forward(fewer, own_shift=False))
     backend = way.backend if rows is None else in_blocks(choose_backend(fewer.shape, spec, options), options)
     found = _two_pass(backend, fewer, call, save=eager)
-    if is_recording() and way.too_small:
+    if is_recording() and way.unfiltered:
         _record(plans.keep_everything(pair, spec), pair, options)
     return found
 

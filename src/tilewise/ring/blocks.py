@@ -14,6 +14,9 @@ The journey of the block owned by rank 0; numbers are ranks:
 With ``chunk`` the values to add are computed for so many columns at a time, and added to accumulators that have
 arrived. So a rank never holds the values of a whole block. A chunk is sent on as soon as it is complete, and received
 one step before it is needed, so its transfer overlaps with the work on the other chunks.
+
+With a ``team`` of several ranks, the blocks of a team are one block of the loop above: its ranks gather them first, and
+at the end each of them gets the sum of its own accumulators over the team. That is one call of the work for each team.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tilewise.ring.exchange import Exchange, Pending
-from tilewise.ring.schedule import column_chunks, held_block
+from tilewise.ring.exchange import Exchange, Pending, Teams
+from tilewise.ring.schedule import column_chunks, held_block, partners
 
 T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
@@ -103,6 +106,7 @@ def rotate_blocks(
     accumulators: Sequence[Field] = (),
     merge: Merge | None = None,
     chunk: int | None = None,
+    team: int = 1,
 ) -> dict[str, Tensor]:
     """Call ``work`` on every block once, and return the accumulators of this rank's own block.
 
@@ -111,11 +115,12 @@ def rotate_blocks(
         sizes: number of columns of each rank's block.
         payload: tensors of this rank's block, (size, width) or (size,). Names and dtypes are equal on every rank.
         work: ``work(owner, tensors)`` returns the values to add to this block's accumulators, or None to add nothing.
-            The first call gets this rank's own block.
+            The first call gets this rank's own block. With a team, ``owner`` is its first rank.
         accumulators: the fields that ``work`` returns.
         merge: adds the values of one call to the accumulators of a block, in place.
         chunk: call ``work(owner, tensors, first)`` for so many columns at a time, from column ``first`` on. Equal on
             every rank.
+        team: so many consecutive ranks gather their blocks, a power of two that divides the number of ranks.
 
     Returns:
         The accumulators by name. If no rank added to a block, its accumulators are zeros. One rank alone returns what
@@ -126,19 +131,73 @@ def rotate_blocks(
     hang nor use wrong values. A rank that cannot allocate the buffers sends nothing and raises at once.
 
     Memory in addition to the payload: two blocks of payload and two of accumulators, for any number of ranks, and what
-    ``work`` returns.
+    ``work`` returns. With a team, three blocks of its payload.
     """
+    if exchange.world == 1:
+        assert chunk is None
+        return dict(work(exchange.rank, dict(payload)) or {})
+    guard = Guard()
+    how = accumulators, merge, chunk, guard
+    if team == 1:
+        home = _rotate(exchange, sizes, payload, work, *how)
+    else:
+        assert chunk is None
+        of_teams = [sum(sizes[first : first + team]) for first in range(0, exchange.world, team)]
+        whole = _gather(exchange, sizes, payload, team)
+        home = _rotate(Teams(exchange, team), of_teams, whole, lambda k, block: work(k * team, block), *how)
+        home = _scatter_sum(exchange, sizes, home, team, merge, guard) if accumulators else home
+    guard.check()
+    return home
+
+
+def _gather(exchange: Exchange, sizes: Sequence[int], payload: Tensors, team: int) -> dict[str, Tensor]:
+    """The blocks of this rank's team, one after another in rank order."""
+    layout, held = Layout([Field.of(name, value) for name, value in payload.items()]), dict(payload)
+    for partner, _, ranks in partners(exchange.rank, team):
+        size = sum(sizes[ranks.start : ranks.stop])
+        received = layout.empty(size, next(iter(payload.values())).device)
+        exchange.shift(layout.pack(held), received, partner, partner).wait()
+        both = [held, layout.unpack(received, size)]
+        both = both if exchange.rank < partner else both[::-1]
+        held = {name: torch.cat([one[name] for one in both]) for name in payload}
+    return held
+
+
+def _scatter_sum(
+    exchange: Exchange, sizes: Sequence[int], sums: Tensors, team: int, merge: Merge | None, guard: Guard
+) -> dict[str, Tensor]:
+    """The accumulators of this rank's block, merged over its team, from those of all blocks of the team."""
+    mine = dict(sums)
+    for partner, own, other in reversed(partners(exchange.rank, team)):
+        count = sum(sizes[own.start : own.stop])
+        first = 0 if exchange.rank < partner else sum(sizes[other.start : other.stop])
+        theirs = {name: value[count:] if first == 0 else value[:first] for name, value in mine.items()}
+        mine = {name: value[first : first + count] for name, value in mine.items()}
+        received = {name: torch.empty_like(value) for name, value in mine.items()}
+        send, receive = ([value.view(-1) for value in one.values()] for one in (theirs, received))
+        exchange.shift(send, receive, partner, partner).wait()
+        _add(mine, received, merge, guard)
+    return mine
+
+
+def _rotate(
+    exchange: Exchange,
+    sizes: Sequence[int],
+    payload: Tensors,
+    work: Work,
+    accumulators: Sequence[Field],
+    merge: Merge | None,
+    chunk: int | None,
+    guard: Guard,
+) -> dict[str, Tensor]:
+    """`rotate_blocks` without teams; ``guard`` has the error of this rank."""
     rank, world = exchange.rank, exchange.world
     layout = Layout([Field.of(name, value) for name, value in payload.items()])
-    if world == 1:
-        assert chunk is None
-        return dict(work(rank, dict(payload)) or {})
     device = next(iter(payload.values())).device
     current, largest = layout.pack(payload), max(sizes)
     spare = [layout.empty(largest, device) for _ in range(2)]
     sums = [_Sums(accumulators, largest, device) for _ in range(2)]
     chunks = column_chunks(largest, chunk)
-    guard = Guard()
     pending: deque[Pending] = deque()  # transfers are waited for in the order in which they were started
     for step in range(world):
         before, owner, after = (held_block(rank, step + k, world) for k in (-1, 0, 1))
@@ -168,7 +227,6 @@ def rotate_blocks(
         pending.append(exchange.shift(last, home.cut(chunks[-1], sizes[rank])))
         while pending:
             pending.popleft().wait()
-    guard.check()
     return home.views(slice(0, sizes[rank]), sizes[rank])
 
 
@@ -193,11 +251,7 @@ class _Sums:
 
     def add(self, columns: slice, size: int, guard: Guard, added: Tensors | None, merge: Merge | None) -> None:
         """Add this rank's values to these columns, or write NaN if it failed. Without ``merge``, begin with them."""
-        accumulated = self.views(columns, size)
-        guard.run(_accumulate, accumulated, added, merge)
-        if guard.failure is not None:
-            for value in accumulated.values():
-                value.fill_(torch.nan if value.is_floating_point() else torch.iinfo(value.dtype).min)
+        _add(self.views(columns, size), added, merge, guard)
 
 
 class Guard:
@@ -222,6 +276,14 @@ class Guard:
             except Exception as error:
                 self.failure = error
         return None
+
+
+def _add(accumulated: dict[str, Tensor], added: Tensors | None, merge: Merge | None, guard: Guard) -> None:
+    """Add to these accumulators in place, or write NaN if this rank failed."""
+    guard.run(_accumulate, accumulated, added, merge)
+    if guard.failure is not None:
+        for value in accumulated.values():
+            value.fill_(torch.nan if value.is_floating_point() else torch.iinfo(value.dtype).min)
 
 
 def _accumulate(accumulated: dict[str, Tensor], added: Tensors | None, merge: Merge | None) -> None:

@@ -1,7 +1,7 @@
 """Communication of a ring: the `Exchange` interface, and its implementation over a `torch.distributed` process group.
 
-An exchange sends flat buffers to the next rank and gathers small integers. The contents of the buffers and the
-schedule are defined by its callers.
+An exchange sends flat buffers to the next rank, or to another one, and gathers small integers. The contents of the
+buffers and the schedule are defined by its callers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class Exchange:
         """All-gather integers."""
         return [list(numbers)]
 
-    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
-        """Start sending flat buffers to the next rank and receiving buffers from the previous rank."""
+    def shift(
+        self, send: Sequence[Tensor], receive: Sequence[Tensor], to: int | None = None, source: int | None = None
+    ) -> Pending:
+        """Start sending flat buffers to a rank and receiving buffers from one: by default the next and the previous."""
         raise AssertionError("a ring of one rank sends nothing")
 
     def sum_(self, values: Tensor, *, in_order: bool = False) -> None:
@@ -68,9 +70,12 @@ class GroupExchange(Exchange):
             dist.all_gather(found, mine, group=self.group)
             return [values.tolist() for values in found]
 
-    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+    def shift(
+        self, send: Sequence[Tensor], receive: Sequence[Tensor], to: int | None = None, source: int | None = None
+    ) -> Pending:
         """Post all transfers of one step as one batch. Empty buffers are not sent."""
-        up, down = next_rank(self.rank, self.world), previous_rank(self.rank, self.world)
+        up = next_rank(self.rank, self.world) if to is None else to
+        down = previous_rank(self.rank, self.world) if source is None else source
         moves = [(dist.isend, part, up, tag) for tag, part in enumerate(send)]
         moves += [(dist.irecv, part, down, tag) for tag, part in enumerate(receive)]  # type: ignore[misc]
         started = time.monotonic()
@@ -145,6 +150,32 @@ class GroupExchange(Exchange):
                 f"respond within the group's timeout (this rank sends to {up} and receives from {down}). Every rank of "
                 f"the group must make the same calls in the same order. Error of the transport: {error}"
             ) from error
+
+
+class Teams(Exchange):
+    """A ring of teams of consecutive ranks: each rank exchanges with the one at its place in the next team."""
+
+    def __init__(self, inner: Exchange, team: int) -> None:
+        self.inner, self.team = inner, team
+        self.rank, self.world = inner.rank // team, inner.world // team
+
+    def shift(
+        self, send: Sequence[Tensor], receive: Sequence[Tensor], to: int | None = None, source: int | None = None
+    ) -> Pending:
+        """To the next team, from the previous one. A single team keeps what it sends."""
+        if self.world > 1:
+            rank, world = self.inner.rank, self.inner.world
+            return self.inner.shift(send, receive, (rank + self.team) % world, (rank - self.team) % world)
+        for into, part in zip(receive, send, strict=True):
+            into.copy_(part)
+        return _Done()
+
+
+class _Done:
+    """A transfer that is complete."""
+
+    def wait(self) -> None:
+        """Return at once."""
 
 
 class _Works:

@@ -1,7 +1,8 @@
 """Arithmetic of the ring: the shards of all ranks, and which rank holds which block at which step.
 
-Blocks of columns move to the next rank after each step and return to their owner after ``world`` hops. Nothing here
-needs a process group.
+Blocks of columns move to the next rank after each step and return to their owner after ``world`` hops. Where blocks are
+small, teams of consecutive ranks gather their blocks first, and the blocks of whole teams move around a ring of teams.
+Nothing here needs a process group.
 """
 
 from __future__ import annotations
@@ -26,6 +27,35 @@ def next_rank(rank: int, world: int) -> int:
 def previous_rank(rank: int, world: int) -> int:
     """Rank that this rank receives from."""
     return (rank - 1) % world
+
+
+def team_size(world: int, most: int) -> int:
+    """The largest number of ranks of a team: a power of two that divides ``world`` and is at most ``most``.
+
+    >>> [team_size(world, 8) for world in (1024, 12, 6, 7, 4)], team_size(1024, 0)
+    ([8, 4, 2, 1, 4], 1)
+    """
+    team = 1
+    while 2 * team <= most and world % (2 * team) == 0:
+        team *= 2
+    return team
+
+
+def partners(rank: int, team: int) -> list[tuple[int, range, range]]:
+    """The exchanges by which a team gathers its blocks: (partner, ranks whose blocks are held, those of the partner).
+
+    The distance doubles: first neighbours, which are in one node. Backwards, they are those of a reduce-scatter.
+
+    >>> partners(6, 4)
+    [(7, range(6, 7), range(7, 8)), (4, range(6, 8), range(4, 6))]
+    """
+    found, have = [], 1
+    while have < team:
+        partner = rank ^ have
+        held, theirs = (range(one // have * have, one // have * have + have) for one in (rank, partner))
+        found.append((partner, held, theirs))
+        have *= 2
+    return found
 
 
 def column_chunks(columns: int, size: int | None) -> list[slice]:

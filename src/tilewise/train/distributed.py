@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
+import time
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -13,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.errors import ConfigError, GroupError
+
+JOIN_S = 300.0  # for rank 0 to be reachable
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ def join_world(device_name: str) -> World:
     device = choose_device(device_name, _count("LOCAL_RANK", 0), _count("LOCAL_WORLD_SIZE", 1))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    _wait_for_first_rank(size)
     try:
         # Torch's compiler imports this module. If that happens after the group was made, the module keeps a reference
         # to the group for ever. If it is imported before, it has no reference, and the group ends when it is destroyed.
@@ -112,7 +117,27 @@ def join_world(device_name: str) -> World:
     return World(dist.get_rank(), dist.get_world_size(), device, dist.group.WORLD)
 
 
-def is_lost_rank(error: RuntimeError) -> bool:
+def _wait_for_first_rank(size: int, seconds: float = JOIN_S) -> None:
+    """Block until something listens where the environment says that rank 0 is. Unlike torch's wait, signals end it."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if os.environ.get("RANK", "0") == "0" or not host or not port.isdecimal():
+        return
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=5.0).close()
+            return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() > until:
+                raise GroupError(
+                    f"cannot join the process group of {size} ranks: nothing has answered at {host}:{port} "
+                    f"(MASTER_ADDR, MASTER_PORT) for {seconds:g} seconds: {error}. Start rank 0 there, and check that "
+                    "this machine can reach it; or start all ranks with torchrun"
+                ) from error
+            time.sleep(0.2)
+
+
+def is_lost_rank(error: BaseException | None) -> bool:
     """Whether a collective failed, because another rank has ended or cannot be reached. gloo has no class for this."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 

@@ -338,7 +338,8 @@ def train(config: RunConfig, console: Console | None = None) -> RunResult:
     try:
         return _train(config, world, console)
     except RuntimeError as error:
-        if world.group is None or isinstance(error, TilewiseError) or not is_lost_rank(error):
+        first = error.__cause__ if isinstance(error, GroupError) else error  # the ring has its own sentence
+        if world.group is None or isinstance(first, TilewiseError) or not is_lost_rank(first):
             raise
         raise GroupError(
             f"rank {world.rank} stops, because another rank has ended or cannot be reached. The message of the rank "

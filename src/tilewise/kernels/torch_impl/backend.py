@@ -10,7 +10,6 @@ from tilewise.kernels.backend import Backend
 from tilewise.kernels.ranks import Searcher
 from tilewise.kernels.spec import HALF_TYPES, Backward, Grads, Needs, Pair, PairShape, PairSpec, Stats
 from tilewise.kernels.torch_impl import two_pass
-from tilewise.kernels.torch_impl.filtered import TorchFilter
 from tilewise.kernels.torch_impl.one_pass import TorchOnePass, block_bytes, block_rows
 from tilewise.kernels.torch_impl.ranks import ScoreTile
 from tilewise.kernels.torch_impl.small import TorchSmall
@@ -23,7 +22,6 @@ class TorchBackend(Backend):
 
     name = "torch"
     one_pass, small = TorchOnePass(), TorchSmall()
-    filtered = TorchFilter()
     offers_ranks = offers_search = True
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
@@ -49,8 +47,6 @@ class TorchBackend(Backend):
 
     def workspace_bytes(self, shape: PairShape, spec: PairSpec, options: TileOptions, strategy: str) -> int:
         """One tile with its buffers, or the scores of a block of rows with all columns; see `Backend`."""
-        if strategy == "filtered":  # no more than one tile of all scores
-            return min(options.workspace_bytes, scratch_bytes(shape.rows, shape.cols, shape, spec))
         if strategy == "one_pass" and not spec.softplus:
             return block_bytes(shape, spec, block_rows(shape, spec, options.workspace_bytes))
         rows, cols = tile_sizes(shape, spec, options)

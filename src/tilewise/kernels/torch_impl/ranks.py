@@ -8,24 +8,24 @@ full; the extra scores are discarded.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import ConfigError
-from tilewise.kernels.ranks import NO_INDEX, Answers, Best, Block, Nearest, Unwanted, ends_of
+from tilewise.kernels.ranks import NO_INDEX, Answers, Best, Block, Nearest, Unwanted, best_of, ends_of
 from tilewise.kernels.slices import slices
 from tilewise.kernels.torch_impl.tile_scores import product_types
 
 LARGEST_SIDE = {"cpu": 512}  # of a tile, so that its scores fit the cache
 LARGEST_SIDE_ELSEWHERE = 2048  # larger: accelerators prefer few large launches
 SMALLEST_SIDE = 16
-SQUARE_BUFFERS = 4  # scores, better, ties, before; or the scores of four tiles of a search
-GROUP = 32  # a search keeps the largest of 32 scores; fewer at a time are slow to reduce on a CPU
-MERGED_SHARE = 4  # a quarter of the scores that are read may enter; where more do, whole tiles are merged
-MERGED_BYTES = 32  # scratch memory of a search for each score of a strip, beside the scores themselves
+SQUARE_BUFFERS = 4  # scores, better, ties, before
+GROUP = 32  # scores of which a search compares the largest first
+STRIP = 8  # tiles that are searched together, at least
+GROUPS = 4  # times k: groups of a strip
+MERGED_SHARE = 4  # where more than a quarter of the scores that are read enter, all of them are merged
 
 
 def scratch_bytes(side: int, width: int, feature_bytes: int, score_bytes: int) -> int:
@@ -73,8 +73,7 @@ class ScoreTile:
         self.group = min(GROUP, self.side)
         feature, score = product_types(device, dtype)
         self.device, self.dtype = device, score
-        rest = workspace_bytes - scratch_bytes(self.side, width, feature.itemsize, score.itemsize)
-        self.strip = min(SQUARE_BUFFERS, max(1, rest // (MERGED_BYTES * self.side**2)))  # tiles searched together
+        self.rest = workspace_bytes - scratch_bytes(self.side, width, feature.itemsize, score.itemsize)
         self.queries = torch.zeros(self.side, width, device=device, dtype=feature)
         self.gallery = torch.zeros(self.side, width, device=device, dtype=feature)
         self.squares = torch.zeros(SQUARE_BUFFERS, self.side, self.side, device=device, dtype=score)
@@ -82,9 +81,9 @@ class ScoreTile:
         self.ones = torch.ones(self.side, device=device, dtype=score)
         self.places = torch.arange(self.side, device=device, dtype=score)  # exact, since a side is below 2**24
 
-    def product(self, rows: int, cols: int, square: int = 0) -> Tensor:
+    def product(self, rows: int, cols: int, scores: Tensor | None = None) -> Tensor:
         """Scores of the queries and items in the buffers: (rows, cols). Old values behind the end are discarded."""
-        scores = self.squares[square]
+        scores = self.scores if scores is None else scores
         if self.multiply is not None:
             self.multiply(self.queries, self.gallery[:cols], scores[:, :cols])
         elif self.queries.dtype == scores.dtype:
@@ -151,73 +150,79 @@ class ScoreTile:
         return row_counts, col_counts
 
     def find_nearest(self, block: Block, unwanted: Unwanted, found: Nearest) -> None:
-        """See `Searcher`. Strips of tiles grow with what has been searched, so about k items of each enter."""
-        n, c = block.queries.shape[0], block.items.shape[0]
+        """See `Searcher`. One strip of tiles at a time, so that few of its groups are among the best."""
+        n, c, k = *block.queries.shape[:1], *block.items.shape[:1], found.index.shape[1]
+        tiles = min(max(STRIP, GROUPS * k * self.group // self.side), -(-c // self.side))
+        tiles = max(SQUARE_BUFFERS, min(tiles, self.rest // 2 // self.squares[0].nbytes))
+        strip = self.squares if tiles == SQUARE_BUFFERS else self.squares.new_empty(tiles, self.side, self.side)
         for i in slices(n if c else 0, self.side):
-            best, start = Nearest(found.score[i], found.index[i]), 0
+            best = Nearest(found.score[i], found.index[i])
             self.queries[: i.stop - i.start] = block.queries[i]
-            while start < c:
-                stop = min(c, start + min(max(start, self.side), self.strip * self.side))
-                self._search(block, unwanted, i, slices(stop, self.side, start), best)
-                start = stop
+            for cols in slices(c, tiles * self.side):
+                self._search(block, unwanted, i, slices(cols.stop, self.side, cols.start), best, strip)
             best.sort_()
             if block.advance is not None:
                 block.advance((i.stop - i.start) * c)
 
-    def _search(self, block: Block, unwanted: Unwanted, rows: slice, strip: list[slice], best: Nearest) -> None:
-        """Merge the items of a strip of tiles into ``best``, which has the queries ``rows``."""
-        count = rows.stop - rows.start
-        tops = self.scores.new_full((count, len(self.squares), self.side // self.group), -torch.inf)
-        for square, j in enumerate(strip):
+    def _search(
+        self, block: Block, unwanted: Unwanted, rows: slice, tiles: list[slice], best: Nearest, strip: Tensor
+    ) -> None:
+        """Merge the items of a strip of tiles into ``best``, which has the queries ``rows``.
+
+        The k best items are in the k groups with the largest scores; of groups with equal ones, in the first.
+        """
+        count, k = best.index.shape
+        tops = strip.new_empty(count, len(tiles), self.side // self.group)
+        for square, top, j in zip(strip, tops.unbind(1), tiles, strict=False):
             self.gallery[: j.stop - j.start] = block.items[j]
             scores = self.product(count, j.stop - j.start, square)
             if block.excluded is not None:
                 block.excluded.hide_(scores, rows, self.side, block.col_offset + j.start)
             unwanted.hide_(scores, rows, j)
-            self.squares[square, :count, j.stop - j.start :] = -torch.inf
-            torch.amax(self.squares[square, :count].unflatten(1, (-1, self.group)), 2, out=tops[:, square])
-        first = block.col_offset + strip[0].start
-        if self._keep_entering(tops, best, first):
+            square[:count, j.stop - j.start :] = -torch.inf
+            torch.amax(square[:count].unflatten(1, (-1, self.group)), 2, out=top)
+        first, tops = block.col_offset + tiles[0].start, tops.flatten(1)
+        limit = best.limit(first)
+        entering = min(k, int((tops > limit[:, None]).sum(1).amax()))  # groups of a row, at most
+        if entering == 0:
             return
-        step = max(1, self.side * self.side // (self.side + best.index.shape[1]))
-        for square, part in itertools.product(range(len(strip)), slices(count, step)):  # many items enter
-            scores = torch.cat([best.score[part], self.squares[square, part]], 1)
-            index = torch.arange(first + square * self.side, first + (square + 1) * self.side, device=self.device)
-            best.keep_(part, scores, torch.cat([best.index[part], index.expand(len(scores), -1)], 1))
+        groups = torch.arange(tops.shape[1], device=self.device).expand(count, -1)
+        if entering < tops.shape[1]:
+            top, groups = best_of(tops, groups, entering)
+            if entering == k:  # k items score as much as the lowest of these groups
+                limit = limit.maximum(torch.nextafter(top.amin(1), limit.new_tensor(-torch.inf)))
+        for part in slices(count, max(1, self.rest // 2 // (32 * (k + entering * self.group)))):
+            self._merge(
+                Nearest(best.score[part], best.index[part]), strip, part.start, groups[part], limit[part], first
+            )
 
-    def _keep_entering(self, tops: Tensor, best: Nearest, first: int) -> bool:
-        """Merge the scores above the limits of their rows, unless there are many. Returns whether it did.
+    def _merge(self, best: Nearest, strip: Tensor, row: int, groups: Tensor, limit: Tensor, first: int) -> None:
+        """Merge the items above the limits in these groups, (r, c), of a strip that starts at the item ``first``.
 
-        ``tops``, (rows, tiles, groups), has the largest score of each group. Only groups above the limit are read. All
-        sides are powers of two, and shifts are far faster than divisions.
+        ``row`` is the first of these r queries in the tile.
         """
-        (count, k), limit = best.index.shape, best.limit(first)
-        in_group, in_row, in_strip = (
-            x.bit_length() - 1 for x in (self.group, self.side, len(self.squares) * self.side)
-        )
-        place = (tops > limit[:, None, None]).flatten().nonzero().squeeze(1) << in_group  # of a group's first score
-        row, col = place >> in_strip, place & ((1 << in_strip) - 1)
-        address = ((col >> in_row << in_row) + row << in_row) + (col & (self.side - 1))
-        scores = self.squares.view(-1, self.group).index_select(0, address >> in_group)
-        enters = (scores > limit.index_select(0, row)[:, None]).flatten().nonzero().squeeze(1)
-        if len(enters) * MERGED_SHARE > scores.numel():
-            return False
-        group = enters >> in_group
-        row, col = row.index_select(0, group), col.index_select(0, group) + (enters & (self.group - 1))
-        width = row.bincount(minlength=count)
-        hit = width.nonzero().squeeze(1)
-        longest = k + int(width.max())
-        if len(hit) * longest > tops.numel() * self.group // 2:
-            return False
-        start = ((width > 0).cumsum(0) - 1) * longest + k - (width.cumsum(0) - width)
-        at = start.index_select(0, row) + torch.arange(len(row), device=self.device)
-        score = scores.new_full((len(hit), longest), -torch.inf)
-        index = row.new_full((len(hit), longest), NO_INDEX)
-        score[:, :k], index[:, :k] = best.score.index_select(0, hit), best.index.index_select(0, hit)
-        score.view(-1).scatter_(0, at, scores.view(-1).index_select(0, enters))
-        index.view(-1).scatter_(0, at, col + first)
-        best.keep_(hit, score, index)
-        return True
+        count, k = best.index.shape
+        per_row = self.side // self.group
+        rows = torch.arange(row, row + count, device=self.device)[:, None]
+        place = (groups // per_row * self.side + rows) * per_row + groups % per_row
+        scores = strip.view(-1, self.group).index_select(0, place.flatten()).view(count, -1)
+        row_of, at = (scores > limit[:, None]).nonzero().unbind(1)
+        if len(row_of) * MERGED_SHARE > scores.numel():  # many items enter
+            index = (
+                groups[:, :, None] * self.group + torch.arange(first, first + self.group, device=self.device)
+            ).flatten(1)
+            best.keep_(slice(None), torch.cat([best.score, scores], 1), torch.cat([best.index, index], 1))
+            return
+        width = row_of.bincount(minlength=count)
+        longest = k + int(width.amax())
+        start = torch.arange(k, count * longest, longest, device=self.device) - (width.cumsum(0) - width)
+        into = start.index_select(0, row_of) + torch.arange(len(row_of), device=self.device)
+        score = scores.new_full((count, longest), -torch.inf)
+        index = groups.new_full((count, longest), NO_INDEX)
+        score[:, :k], index[:, :k] = best.score, best.index
+        score.view(-1).scatter_(0, into, scores[row_of, at])
+        index.view(-1).scatter_(0, into, groups[row_of, at // self.group] * self.group + at % self.group + first)
+        best.keep_(slice(None), score, index)
 
     def _scores(self, block: Block, rows: slice, cols: slice) -> Tensor:
         """Scores of these queries and the loaded items; -inf for an excluded pair."""

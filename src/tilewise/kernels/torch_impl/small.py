@@ -111,8 +111,10 @@ def block_bytes(shape: PairShape, spec: PairSpec) -> int:
     item, half = 8 if shape.dtype == torch.float64 else 4, shape.dtype in HALF_TYPES
     on_cuda, many = shape.device.type == "cuda", spec.positive == "many"
     copies = 2 + spec.col_lse + 2 * spec.row_moments + bool(spec.softcap) + spec.symmetric + many
-    score = copies * item + (2 if half and on_cuda else 0) + 2 * (shape.has_skips or many)
-    features = (shape.rows + shape.cols) * shape.width * 4 if half and not on_cuda else 0  # as float32
+    guide = (item + 2) * (spec.guide == "mask")
+    score = copies * item + guide + (2 if half and on_cuda else 0) + 2 * (shape.has_skips or many)
+    width = shape.width + shape.guide_width
+    features = (shape.rows + shape.cols) * width * 4 if half and not on_cuda else 0  # as float32
     return shape.rows * shape.cols * score + features
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import Grads, Needs, Pair, PairSpec
+from tilewise.kernels.torch_impl.guide import GuideTiles
 from tilewise.kernels.torch_impl.tile_scores import product_types
 
 
@@ -55,6 +56,12 @@ def score_block(pair: Pair, spec: PairSpec) -> Block:
     positives = Positives(pair, spec)
     if pair.row_skip is not None or spec.mask_self:
         exclude_(x_nm, pair, spec, positives)
+    if spec.guide == "mask":
+        every = slice(None)
+        above = GuideTiles(pair, spec).above_limit(every, every)
+        if spec.positive != "none":
+            positives.allow_(above)
+        x_nm.masked_fill_(above, -torch.inf)
     return Block(x_nm, slope, positives, a, b, scale)
 
 

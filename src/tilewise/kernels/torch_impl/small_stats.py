@@ -21,8 +21,10 @@ LOWEST = -1e30  # in place of -inf
 
 def why_not_stats(shape: PairShape, spec: PairSpec) -> str | None:
     """Why these statistics cannot be computed from one block of scores, or None."""
-    if spec.guide != "none":
-        return "it has a guide"
+    if spec.divergence:
+        return "it has divergences from a guide"
+    if spec.row_picked and shape.device.type == "cuda":
+        return "a GPU would add gradients of a column that a row picks twice in any order"
     if spec.positive == "one" and not shape.has_row_key and shape.rows > shape.cols:
         return "some rows have no positive"
     if spec.col_lse and (spec.positive != "one" or shape.has_row_key):
@@ -117,7 +119,8 @@ def score_gradient(block: Block, pair: Pair, grad: GradStats, spec: PairSpec) ->
     if spec.skip_picked:
         exclude_picks_(x_nm, pair)
     # A row whose pairs are all excluded has the log-sum-exp -inf and no gradient.
-    may_be_empty = spec.positive != "one" and (spec.mask_self or pair.bias is not None or pair.row_skip is not None)
+    excludes = spec.mask_self or pair.bias is not None or pair.row_skip is not None or spec.guide == "mask"
+    may_be_empty = spec.positive != "one" and excludes
     empty = x_nm.amax(1) == -torch.inf if may_be_empty or spec.skip_picked else None
     if grad.row_entropy is not None or grad.row_sum_sq is not None:
         g_nm = moment_gradient(torch.log_softmax(x_nm, 1), grad)

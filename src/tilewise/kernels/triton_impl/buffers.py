@@ -5,16 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilewise.kernels.triton_impl.tf32 import tensor_descriptor
 
 ALLOCATED = 512  # bytes: torch's allocator rounds up to a multiple
 ALIGNED = 16  # bytes: what a compiled kernel may assume of an address
 DEEPEST = 4  # loops inside of each other
+NO_PLACES: dict[int, int] = {}
+
+
+def is_card(device: torch.device) -> bool:
+    """Whether launches take addresses in place of tensors; the interpreter takes tensors."""
+    return device.type == "cuda"
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
@@ -149,15 +156,16 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Descriptor:
-    """A part that a kernel reads or writes in blocks of this size."""
+    """A part that a kernel reads or writes in blocks of this size. ``exact``: see `tensor_descriptor`."""
 
     part: Buffer
     block: tuple[int, int]
+    exact: str | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for equal descriptors."""
-        return *self.part.key, self.block
+        return *self.part.key, self.block, self.exact
 
     def __str__(self) -> str:
         return str(self.part)
@@ -180,20 +188,17 @@ class Moving:
         return str(self.value)
 
 
-@dataclass(eq=False)
 class Values:
     """The values of one run: tensors and numbers by place, arguments of launches by slot, and turns of loops."""
 
-    device: torch.device
-    tensors: list[Any]
-    at: list[Any]
-    block: Tensor | None = None  # the memory of small scratch, and the offset of each in it, by place
-    places: dict[int, int] = field(default_factory=dict)
-    on_card: bool = field(init=False)
-    turns: list[int] = field(default_factory=lambda: [0] * DEEPEST)
+    __slots__ = ("at", "block", "device", "on_card", "places", "tensors", "turns")
 
-    def __post_init__(self) -> None:
-        self.on_card = self.device.type == "cuda"  # then launches take addresses in place of tensors
+    def __init__(self, device: torch.device, tensors: list[Any], at: list[Any]) -> None:
+        self.device, self.tensors, self.at = device, tensors, at
+        self.on_card = is_card(device)  # then launches take addresses in place of tensors
+        self.block: Tensor | None = None  # the memory of small scratch, and the offset of each in it, by place
+        self.places: dict[int, int] = NO_PLACES
+        self.turns = [0] * DEEPEST
 
 
 def _now(value: Any, values: Values) -> tuple[Any, int]:
@@ -211,7 +216,7 @@ def tensor_of(value: Any, values: Values) -> Any:
             return whole.t() if value.transposed else whole
     value, moved = _now(value, values)
     if isinstance(value, Descriptor):
-        return TensorDescriptor.from_tensor(_tensor(value.part, moved, values), list(value.block))
+        return tensor_descriptor(_tensor(value.part, moved, values), value.block, value.exact)
     if not isinstance(value, Buffer):
         return value + moved if moved else value
     if value.dtype is None and not value.is_whole:
@@ -252,7 +257,7 @@ def joined(one: Any, two: Any, depth: int, same: dict[int, int]) -> Any:
     moved = 0
     assert type(one) is type(two), f"{one} and {two} in two turns of a loop"
     if isinstance(one, Descriptor):
-        assert one.block == two.block
+        assert (one.block, one.exact) == (two.block, two.exact)
         moved = _apart(one.part, two.part, same)
     elif isinstance(one, Buffer):
         moved = _apart(one, two, same)

@@ -38,6 +38,7 @@ from tilewise.kernels.triton_impl.launch import arguments_of, compiled_launch
 from tilewise.kernels.triton_impl.steps import Launch, Loop, Product, Torch, Total, buffers_of, same_step
 
 POOLED = 2**22  # bytes; scratch up to this size shares one block
+NUMBERS = float, int, bool
 LEAST_TURNS = 4  # of a loop; fewer are written out
 
 
@@ -226,6 +227,7 @@ class Program:
         self.template: list[Any] = [None] * len(self.buffers)
         self.parts: dict[int, list[tuple[int, Any]]] = {}  # of each place: slots that its address determines
         found: dict[Any, int] = {}
+        launches: list[Launch] = []
 
         def slot(value: Any, loops: list[Loop]) -> int:
             named = isinstance(value, (Buffer, Descriptor, Moving))
@@ -254,9 +256,15 @@ class Program:
                 elif isinstance(step, Launch):
                     for one in (step, step.far):
                         if one is not None:
+                            launches.append(one)
                             one.pick = itemgetter(*(slot(value, loops) for value in one.operands))
 
         visit(self.steps, [])
+        # Places of what launches read and write, of what is given and of what is not; and given places with parts
+        self.needed = {buffer.place for step in launches for buffer in buffers_of(step)}
+        self.launched = [place for place in range(self.count) if place in self.needed]
+        self.given_parts = [place for place in range(self.count) if place in self.parts]
+        self.missing = [None] * (len(self.buffers) - self.count)
 
     @property
     def output_bytes(self) -> int:
@@ -272,33 +280,52 @@ class Program:
 
     def run(self, device: torch.device, *given: Any) -> list[Any]:
         """The outputs, for these tensors and numbers."""
-        values = Values(device, [*given, *[None] * (len(self.buffers) - self.count)], self.template.copy())
-        tensors, at, on_card = values.tensors, values.at, values.on_card
-        for place, value in enumerate(given):
-            at[place] = value.data_ptr() if on_card and isinstance(value, torch.Tensor) else value
-            if place in self.parts:
-                self._place(place, values)
+        values = Values(device, [*given, *self.missing], self.template.copy())
+        tensors, at, on_card, parts = values.tensors, values.at, values.on_card, self.parts
+        at[: len(given)] = given
+        if on_card:
+            for place in self.launched:
+                value = given[place]
+                if value is not None and value.__class__ not in NUMBERS:
+                    at[place] = value.data_ptr()
+        for place in self.given_parts:
+            self._place(place, values)
         if self.block_bytes:
             values.places = self.block
             values.block = torch.empty_strided((self.block_bytes,), (1,), dtype=torch.uint8, device=device)
             start = values.block.data_ptr()
             for place, offset in self.block.items():
                 at[place] = start + offset if on_card else tensor_of(self.buffers[place], values)
-                if place in self.parts:
+                if place in parts:
                     self._place(place, values)
         for made, step, freed in self.turns:
             for place, shape, strides, dtype in made:
                 tensor = tensors[place] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
                 at[place] = tensor.data_ptr() if on_card else tensor
-                if place in self.parts:
+                if place in parts:
                     self._place(place, values)
-            self._step(step, values)
+            if step.start is not None:
+                step.start(*step.pick(at))
+            elif step.__class__ is Product or step.__class__ is Total:
+                step.run(values)
+                if step.makes and step.out.place in self.needed:
+                    self._made(step.out.place, values)
+            else:
+                self._step(step, values)
             for place in freed:
                 tensors[place] = None
-                at[place] = None
-                for slot, _ in self.parts.get(place, ()):
-                    at[slot] = None
-        return [tensors[out.place] if isinstance(out, Buffer) else out for out in self.outputs]
+                if not on_card:  # otherwise they are addresses
+                    at[place] = None
+                    for slot, _ in parts.get(place, ()):
+                        at[slot] = None
+        return [tensors[out.place] if out.__class__ is Buffer else out for out in self.outputs]
+
+    def _made(self, place: int, values: Values) -> None:
+        """Fill in the address of a tensor that a step has allocated."""
+        made = values.tensors[place]
+        values.at[place] = made.data_ptr() if values.on_card else made
+        if place in self.parts:
+            self._place(place, values)
 
     def _place(self, place: int, values: Values) -> None:
         """Fill in the arguments that depend on the address of a buffer."""
@@ -314,11 +341,13 @@ class Program:
                     if step.far is None:
                         return
                     step = step.far
-            launch = step.compiled.get(values.device)
+            launch = step.compiled
             if launch is None:
                 arguments = [sample_of(value, values) for value in step.operands]
                 where = step.kernel, step.programs, arguments, values.device
-                launch = step.compiled[values.device] = compiled_launch(*where, step.warps, step.stages)
+                launch = step.compiled = compiled_launch(*where, step.warps, step.stages)
+                if step.near is None:
+                    step.start = launch
             launch(*step.pick(values.at))
         elif isinstance(step, Loop):
             for turn in range(tensor_of(step.count, values)):
@@ -329,12 +358,6 @@ class Program:
                     self._step(inner, values)
         else:
             step.run(values)
-            if step.makes:
-                place = step.out.place
-                made = values.tensors[place]
-                values.at[place] = made.data_ptr() if values.on_card else made
-                if place in self.parts:
-                    self._place(place, values)
 
     def __str__(self) -> str:
         sizes = [f"{b.name} {list(b.shape)} {str(b.dtype)[6:]}" for b in self.buffers if b.made]

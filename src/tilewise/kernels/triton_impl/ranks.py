@@ -17,13 +17,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.ranks import NO_INDEX, Answers, Best, Block
 from tilewise.kernels.triton_impl.launch import kernel, launch
 from tilewise.kernels.triton_impl.primitives import tile_dot, tile_place
 from tilewise.kernels.triton_impl.scores import cdiv, exact_products, on_device, pieces, readable, vector
 from tilewise.kernels.triton_impl.sizes import forward_sizes, multiprocessors
+from tilewise.kernels.triton_impl.tf32 import copies, rounded, tensor_descriptor
 from tilewise.options import TileOptions
 
 PAIRS_AT_ONCE = 2**35  # scores of one launch: about 0.1 s on an H200, so that a progress bar moves
@@ -150,8 +150,9 @@ class FusedScorer:
 
     def __init__(self, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> None:
         self.device, self.width = device, width
-        self.sizes = forward_sizes(device, dtype, width, columns=True)
         self.exact = exact_products(options)
+        self.sizes = forward_sizes(device, dtype, width, columns=True, exact=self.exact)
+        self.workspace = options.workspace_bytes
         self.step = max(self.sizes.rows, min(options.workspace_bytes, GATHERED_BYTES) // (width * dtype.itemsize))
 
     def pair_scores(self, block: Block, index: Tensor, into: Tensor) -> None:
@@ -160,7 +161,8 @@ class FusedScorer:
             items, inside = block.answering(index, rows)
             own = torch.empty(items.shape[0], device=self.device, dtype=self.dtype)
             programs = cdiv(items.shape[0], min(self.sizes.rows, self.sizes.cols))
-            self._launch(diagonal_kernel, block.queries[rows], items, {"out": own, "n": items.shape[0]}, programs)
+            values = {"out": own, "n": items.shape[0]}
+            self._launch(diagonal_kernel, self._operand(block.queries[rows]), self._operand(items), values, programs)
             into[rows] = torch.where(inside, own, into[rows])
             del items  # free them before the next are gathered
 
@@ -168,13 +170,13 @@ class FusedScorer:
         self, block: Block, row_ids: Tensor, col_ids: Tensor, rows_best: Best, cols_best: Best | None = None
     ) -> None:
         """See `Scorer`. One part of the gallery at a time."""
-        n, queries = block.queries.shape[0], readable(block.queries)
-        for here, values in self._parts(block):
+        n, queries = block.queries.shape[0], self._operand(block.queries)
+        for here, items, values in self._parts(block):
             row_best = torch.full((n,), NONE, device=self.device, dtype=torch.int64)
             col_best = None if cols_best is None else row_best.new_full((here.stop - here.start,), NONE)
             values |= {"row_ids": vector(row_ids), "col_ids": vector(col_ids[here])}
             values |= {"row_best": row_best, "col_best": col_best}
-            self._launch(best_kernel, queries, block.items[here], values)
+            self._launch(best_kernel, queries, items, values)
             rows_best.merge_(*as_best(row_best, block.col_offset + here.start))
             if cols_best is not None and col_best is not None:
                 Best(cols_best.score[here], cols_best.index[here]).merge_(*as_best(col_best, block.row_offset))
@@ -184,10 +186,10 @@ class FusedScorer:
         self, block: Block, rows: Sequence[Answers], cols: Answers | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """See `Scorer`. One part of the gallery at a time."""
-        n, queries = block.queries.shape[0], readable(block.queries)
+        n, queries = block.queries.shape[0], self._operand(block.queries)
         counts = torch.zeros(len(rows), n, device=self.device, dtype=torch.int32)
         col_counts = None if cols is None else counts.new_zeros(block.items.shape[0])
-        for here, shared in self._parts(block):
+        for here, items, shared in self._parts(block):
             for k in pieces(len(rows), ANSWERS_AT_ONCE):
                 index = torch.stack([answers.index for answers in rows[k]])
                 values = shared | {"row_score": vector(torch.stack([answers.score for answers in rows[k]]))}
@@ -196,25 +198,33 @@ class FusedScorer:
                 if cols is not None and col_counts is not None and k.start == 0:  # counted once
                     values |= {"col_score": vector(cols.score[here]), "col_count": col_counts[here]}
                     values["col_place"] = local_places(cols.index[here], block.row_offset)
-                self._launch(count_kernel, queries, block.items[here], values)
+                self._launch(count_kernel, queries, items, values)
             block.done(here)
         return counts.long(), None if col_counts is None else col_counts.long()
 
-    def _parts(self, block: Block) -> Iterator[tuple[slice, dict[str, Any]]]:
-        """Parts of the gallery, and the arguments that all kernels over tiles need for them."""
+    def _operand(self, features: Tensor) -> Tensor:
+        """What kernels read in place of the features: these, or a copy. See `readable` and `tf32`."""
+        with on_device(features):
+            return rounded(readable(features), self.exact)
+
+    def _parts(self, block: Block) -> Iterator[tuple[slice, Tensor, dict[str, Any]]]:
+        """Parts of the gallery, what kernels read of them, and the arguments that all kernels over tiles need."""
         n, tile = block.queries.shape[0], self.sizes.cols
-        for here in pieces(block.items.shape[0], max(PAIRS_AT_ONCE // n // tile, 1) * tile) if n else ():
+        most = PAIRS_AT_ONCE // max(n, 1)
+        if copies(self.exact, block.items.dtype):
+            most = min(most, self.workspace // (4 * self.width))
+        for here in pieces(block.items.shape[0], max(most // tile, 1) * tile) if n else ():
             values: dict[str, Any] = {"n": n, "m": here.stop - here.start, "hidden": 0}
             if block.excluded is not None:
                 hidden = block.excluded.index
                 values |= {"hide": local_places(hidden.T, block.col_offset + here.start), "hidden": hidden.shape[1]}
-            yield here, values
+            yield here, self._operand(block.items[here]), values
 
     def _launch(
         self, kernel: Any, queries: Tensor, items: Tensor, values: dict[str, Any], programs: int | None = None
     ) -> None:
         """A kernel with its tiles; by default, persistent programs over all of them."""
-        sizes, a, b = self.sizes, readable(queries), readable(items)
+        sizes = self.sizes
         persistent = multiprocessors(self.device) * sizes.programs
         tile: dict[str, Any] = {
             "GROUP": sizes.group,
@@ -223,9 +233,9 @@ class FusedScorer:
             "C": sizes.cols,
             "K": sizes.depth,
         }
-        tile |= {"a_desc": TensorDescriptor.from_tensor(a, [sizes.rows, sizes.depth]), "D": self.width}
-        tile |= {"b_desc": TensorDescriptor.from_tensor(b, [sizes.cols, sizes.depth]), "EXACT": self.exact}
-        with on_device(a):
+        tile |= {"a_desc": tensor_descriptor(queries, (sizes.rows, sizes.depth), self.exact), "D": self.width}
+        tile |= {"b_desc": tensor_descriptor(items, (sizes.cols, sizes.depth), self.exact), "EXACT": self.exact}
+        with on_device(queries):
             how = {"warps": sizes.warps, "stages": sizes.stages}
             launch(kernel, programs or persistent, self.device, tile, **how, **values)
 

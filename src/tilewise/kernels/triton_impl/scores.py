@@ -20,9 +20,17 @@ from tilewise.kernels.precision import float32_precision
 from tilewise.kernels.spec import Pair, PairShape, PairSpec, stat_dtype
 from tilewise.kernels.tensors import COL_VECTORS, ROW_VECTORS
 from tilewise.kernels.triton_impl import bits as bit
+from tilewise.kernels.triton_impl import tf32
 from tilewise.kernels.triton_impl.buffers import Buffer, Descriptor
 from tilewise.kernels.triton_impl.program import Program
-from tilewise.kernels.triton_impl.sizes import Sizes, forward_sizes, gradient_sizes, guided_sizes, multiprocessors
+from tilewise.kernels.triton_impl.sizes import (
+    TF32,
+    Sizes,
+    forward_sizes,
+    gradient_sizes,
+    guided_sizes,
+    multiprocessors,
+)
 from tilewise.options import TileOptions
 
 WHOLE_UNIT = 8  # numbers that a thread can read or write at once
@@ -34,6 +42,7 @@ FULL = "tf32x3"
 SINGLE = (*table.SINGLE, "only_if")
 GUIDE = {"mask": bit.MASK.value, "kl": bit.KL.value, "reverse_kl": bit.REVERSE_KL.value, "jsd": bit.JSD.value}
 POSITIVE = {"none": 0, "one": bit.ONE.value, "many": bit.MANY.value}
+FEATURES = ("a", "b", "guide_a", "guide_b")
 NUMBERS = ("softcap", "guide_softcap", "hot", "beta", "rest", "first", "ahead")
 _describing: list[list[Program]] = []
 _programs: dict[Any, Program] = {}  # shared by all threads: backward runs in a thread of autograd
@@ -94,7 +103,7 @@ def has_memory(tensor: Tensor) -> bool:
 def exact_products(options: TileOptions) -> str:
     """EXACT of a kernel: how float32 numbers are multiplied."""
     precision = float32_precision() if options.precision == "torch" else options.precision
-    return FULL if precision == "highest" else "tf32"
+    return FULL if precision == "highest" else TF32
 
 
 def small_keys(pair: Pair, spec: PairSpec) -> Pair:
@@ -166,7 +175,10 @@ class Scores:
         self, program: Program, given: dict[str, Buffer], spec: PairSpec, options: TileOptions, device: torch.device
     ) -> None:
         """Choose sizes and switches."""
-        self.program, self.given, self.spec, self.options, self.device = program, given, spec, options, device
+        self.program, self.spec, self.options, self.device = program, spec, options, device
+        switches = switches_of(given, spec, options)
+        self.score_bits, self.positive, self.exact = switches["SCORE"], switches["POSITIVE"], switches["EXACT"]
+        self.given = given = given | {name: self.operand(given[name]) for name in FEATURES if name in given}
         self.a: Buffer = given["a"]
         self.b: Buffer = given.get("b", self.a)
         self.scale: Buffer = given["scale"]
@@ -174,10 +186,9 @@ class Scores:
         assert self.a.dtype is not None
         self.dtype = self.a.dtype
         self.stat_dtype = stat_dtype(self.dtype)
-        switches = switches_of(given, spec, options)
-        self.score_bits, self.positive, self.exact = switches["SCORE"], switches["POSITIVE"], switches["EXACT"]
-        self.forward_sizes = forward_sizes(device, self.dtype, self.d, columns=spec.col_lse or spec.symmetric)
-        self.gradient_sizes = gradient_sizes(device, self.dtype, self.d)
+        columns = spec.col_lse or spec.symmetric
+        self.forward_sizes = forward_sizes(device, self.dtype, self.d, columns=columns, exact=self.exact)
+        self.gradient_sizes = gradient_sizes(device, self.dtype, self.d, self.exact)
         self.by_row: dict[str, Buffer | None] = {name: given.get(name) for name in ROW_VECTORS}
         self.by_col: dict[str, Buffer | None] = {name: given.get(name) for name in COL_VECTORS}
         self.pick = given.get("pick")
@@ -190,7 +201,7 @@ class Scores:
         if "one_bias" in given:
             self.fixed["bias"] = given["one_bias"]
         if spec.guide != "none":
-            self.guided_sizes = guided_sizes(device, self.dtype)
+            self.guided_sizes = guided_sizes(device, self.dtype, self.exact)
 
     @property
     def shape(self) -> PairShape:
@@ -206,6 +217,19 @@ class Scores:
         made = self.empty(name, *shape, dtype=dtype)
         self.program.call(fill_zero, made)
         return made
+
+    def operand(self, values: Buffer, *, in_place: bool = False) -> Buffer:
+        """What products of kernels read in place of ``values``: these, or a rounded copy. See `tf32`."""
+        if not tf32.copies(self.exact, values.dtype):
+            return values
+        out = values
+        if not in_place:
+            rows, cols = values.shape
+            copy = self.empty(f"{values.name} in TF32", rows, row_width(cols, torch.float32), dtype=torch.float32)
+            out = copy[:, :cols]
+        programs, arguments = tf32.round_arguments(values, out)
+        self.launch(tf32.round_kernel, programs, arguments)
+        return out
 
     def launch(self, kernel: Any, programs: int, *bundles: dict[str, Any], stages: int = 2, **values: Any) -> None:
         """A kernel; see `Program.launch`."""
@@ -251,9 +275,9 @@ class Scores:
         """The arguments of kernels that belong to the rows i."""
         here = _cut(self.by_row | {"a": self.a}, i) | {"n": i.stop - i.start}
         if sizes is not None:
-            here["a_desc"] = Descriptor(here["a"], (sizes.rows, sizes.depth))
+            here["a_desc"] = Descriptor(here["a"], (sizes.rows, sizes.depth), self.exact)
             if self.spec.guide != "none":
-                here["ga_desc"] = Descriptor(self.given["guide_a"][i], (sizes.rows, sizes.depth))
+                here["ga_desc"] = Descriptor(self.given["guide_a"][i], (sizes.rows, sizes.depth), self.exact)
         return here
 
     def cols(self, j: slice, sizes: Sizes | None) -> dict[str, Any]:
@@ -263,9 +287,9 @@ class Scores:
         if "one_bias" in self.given:
             del here["bias"]
         if sizes is not None:
-            here["b_desc"] = Descriptor(here["b"], (sizes.cols, sizes.depth))
+            here["b_desc"] = Descriptor(here["b"], (sizes.cols, sizes.depth), self.exact)
             if self.spec.guide != "none":
-                here["gb_desc"] = Descriptor(self.given["guide_b"][j], (sizes.cols, sizes.depth))
+                here["gb_desc"] = Descriptor(self.given["guide_b"][j], (sizes.cols, sizes.depth), self.exact)
         return here
 
 

@@ -64,10 +64,12 @@ class KernelSizes:
     filter_pairs: PairSizes = PairSizes(16, 32, 64, 4, 8, 2)
 
 
+TF32 = "tf32"  # EXACT of kernels that multiply float32 in TF32; also their row of the table, where it has one
 WIDE = 1024  # from here on the product takes longer than the exponentials, and larger tiles pay
 SMALL_SHARED = ((8, 6), (8, 9), (12, 0), (12, 1))  # capabilities of cards with 100 KiB of shared memory, not 160 to 228
-# (architecture, bytes of the type) -> sizes. Only sm_90 is measured; the others are chosen to fit the shared memory.
-TABLE: dict[tuple[str, int], KernelSizes] = {
+Kind = int | str  # bytes of the type, or TF32
+# (architecture, kind) -> sizes. Only sm_90 is measured; the others are chosen to fit the shared memory.
+TABLE: dict[tuple[str, Kind], KernelSizes] = {
     ("sm_80", 2): KernelSizes(
         forward=Sizes(128, 128, 32, 4, 3, 2, 8),
         gradient=Sizes(128, 128, 32, 8, 3, 1, 8),
@@ -93,6 +95,14 @@ TABLE: dict[tuple[str, int], KernelSizes] = {
     ("sm_90", 4): KernelSizes(
         forward=Sizes(128, 64, 32, 4, 3, 2, 8),
         gradient=Sizes(128, 64, 32, 4, 3, 2, 8),
+    ),
+    # A tile of 32 features takes as much shared memory as one of 64 in a half type.
+    ("sm_90", TF32): KernelSizes(
+        forward=Sizes(128, 128, 32, 4, 3, 2, 16, strip=8),
+        gradient=Sizes(128, 128, 32, 4, 3, 2, 16, pieces=4),
+        forward_wide=Sizes(128, 256, 32, 8, 3, 1, 16),
+        gradient_wide=Sizes(128, 256, 32, 8, 3, 1, 16, pieces=4),
+        guided=Sizes(128, 128, 32, 8, 4, 1, 16),
     ),
     ("sm_100", 2): KernelSizes(
         forward=Sizes(128, 64, 64, 4, 2, 2, 16),
@@ -158,7 +168,7 @@ MORE: dict[str, tuple[Sizes | PairSizes, ...]] = {
 }
 INTERPRETED = Sizes(64, 64, 64, 1, 1, 1, 2)  # in the interpreter each block operation is slow: few, large blocks
 INTERPRETED_PAIRS = PairSizes(64, 64, 64, 1, 1, 1)
-_rows: dict[tuple[torch.device, int], KernelSizes] = {}  # those in use
+_rows: dict[tuple[torch.device, Kind], KernelSizes] = {}  # those in use
 
 
 def interpreted() -> bool:
@@ -207,32 +217,40 @@ def tuned(card: str) -> dict[int, dict[str, Any]]:
     return found or {}
 
 
-def row_of(device: torch.device, item: int) -> KernelSizes:
-    """The row in use for a device and a type of ``item`` bytes."""
-    row = _rows.get((device, item))
+def kind_of(dtype: torch.dtype, exact: str = "") -> Kind:
+    """The row of a type; ``exact``: EXACT of the kernels."""
+    return TF32 if exact == TF32 and dtype == torch.float32 else dtype.itemsize
+
+
+def row_of(device: torch.device, kind: Kind) -> KernelSizes:
+    """The row in use for a device. Where TF32 has none, it is that of float32."""
+    row = _rows.get((device, kind))
     if row is not None:
         return row
     if device.type != "cuda":  # the interpreter
         one, pairs = INTERPRETED, INTERPRETED_PAIRS
         return KernelSizes(forward=one, gradient=one, filter_masses=one, filter_masses_narrow=one, filter_pairs=pairs)
-    table = TABLE[architecture(torch.cuda.get_device_capability(device)), item]
-    row = dataclasses.replace(table, **tuned(torch.cuda.get_device_name(device)).get(item, {}))
+    name = architecture(torch.cuda.get_device_capability(device))
+    if kind == TF32 and (name, TF32) not in TABLE:
+        return row_of(device, torch.float32.itemsize)
+    tried = tuned(torch.cuda.get_device_name(device)).get(kind, {}) if isinstance(kind, int) else {}
+    row = dataclasses.replace(TABLE[name, kind], **tried)
     if device.index is not None:  # without an index it is the current device, which may change
-        _rows[device, item] = row
+        _rows[device, kind] = row
     return row
 
 
 @contextlib.contextmanager
-def trying(device: torch.device, item: int, row: KernelSizes) -> Iterator[None]:
+def trying(device: torch.device, kind: Kind, row: KernelSizes) -> Iterator[None]:
     """Use another row, to measure it."""
-    before = _rows.get((device, item))
-    _rows[device, item] = row
+    before = _rows.get((device, kind))
+    _rows[device, kind] = row
     try:
         yield
     finally:
-        del _rows[device, item]
+        del _rows[device, kind]
         if before is not None:
-            _rows[device, item] = before
+            _rows[device, kind] = before
 
 
 def forget_tuned() -> None:
@@ -241,27 +259,27 @@ def forget_tuned() -> None:
     tuned.cache_clear()
 
 
-def forward_sizes(device: torch.device, dtype: torch.dtype, width: int, *, columns: bool) -> Sizes:
+def forward_sizes(device: torch.device, dtype: torch.dtype, width: int, *, columns: bool, exact: str = "") -> Sizes:
     """Sizes of the kernels in forward; ``columns``: whether statistics of columns are computed."""
-    row = row_of(device, dtype.itemsize)
+    row = row_of(device, kind_of(dtype, exact))
     return row.forward_wide if row.forward_wide is not None and width >= WIDE and not columns else row.forward
 
 
-def gradient_sizes(device: torch.device, dtype: torch.dtype, width: int) -> Sizes:
+def gradient_sizes(device: torch.device, dtype: torch.dtype, width: int, exact: str = "") -> Sizes:
     """Sizes of the kernels that compute G or exponentials."""
-    row = row_of(device, dtype.itemsize)
+    row = row_of(device, kind_of(dtype, exact))
     return row.gradient_wide if row.gradient_wide is not None and width >= WIDE else row.gradient
 
 
-def guided_sizes(device: torch.device, dtype: torch.dtype) -> Sizes:
+def guided_sizes(device: torch.device, dtype: torch.dtype, exact: str = "") -> Sizes:
     """Sizes of the kernels with a second score matrix."""
-    row = row_of(device, dtype.itemsize)
+    row = row_of(device, kind_of(dtype, exact))
     return row.gradient if row.guided is None else row.guided
 
 
-def mass_sizes(device: torch.device, dtype: torch.dtype, cols: int) -> Sizes:
+def mass_sizes(device: torch.device, dtype: torch.dtype, cols: int, exact: str = "") -> Sizes:
     """Sizes of `mass_kernel` of the filter, whose tiles have ``cols`` columns."""
-    row = row_of(device, dtype.itemsize)
+    row = row_of(device, kind_of(dtype, exact))
     return dataclasses.replace(row.filter_masses if cols == 256 else row.filter_masses_narrow, cols=cols)
 
 

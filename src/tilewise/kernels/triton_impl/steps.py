@@ -1,7 +1,8 @@
 """The steps of a program: products, sums, functions of torch, launches of kernels, and loops of them.
 
 A step has ``operands``, all that it reads or writes, and shows itself as a line of text. Steps other than launches and
-loops run themselves, given the `Values` of a run. ``makes``: whether a step allocates its result.
+loops run themselves, given the `Values` of a run. ``makes``: whether a step allocates its result. ``start``: the function
+that launches a kernel, once it is known, if the step does nothing else.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Product:
     right: Any
     add: bool = False
     makes: bool = False  # whether it allocates ``out``: the first step of a whole buffer
+    start = None
 
     @property
     def operands(self) -> tuple[Any, ...]:
@@ -41,21 +43,34 @@ class Product:
 
     def run(self, values: Values) -> None:
         """Multiply."""
-        left, right, kind = tensor_of(self.left, values), tensor_of(self.right, values), self.kind
+        tensors, kind = values.tensors, self.kind
+        if self.whole:
+            l_place, l_turned, r_place, r_turned = self.whole
+            left, right = tensors[l_place], tensors[r_place]
+            left, right = left.t() if l_turned else left, right.t() if r_turned else right
+        else:
+            left, right = tensor_of(self.left, values), tensor_of(self.right, values)
         if not left.is_cuda:  # the interpreter
             made = left.float() @ right.float()
             if self.makes:
-                values.tensors[self.out.place] = made.to(kind)
+                tensors[self.out.place] = made.to(kind)
             else:
                 out = tensor_of(self.out, values)
                 out.copy_(out + made if self.add else made)
-            return
-        more: dict[str, Any] = {} if left.dtype == kind else {"out_dtype": kind}
-        if self.makes:
-            values.tensors[self.out.place] = torch.mm(left, right, **more)
-            return
-        out = tensor_of(self.out, values)
-        torch.addmm(out, left, right, out=out, **more) if self.add else torch.mm(left, right, out=out, **more)
+        elif self.makes:
+            same = left.dtype is kind
+            tensors[self.out.place] = torch.mm(left, right) if same else torch.mm(left, right, out_dtype=kind)
+        else:
+            out, more = tensor_of(self.out, values), {} if left.dtype is kind else {"out_dtype": kind}
+            torch.addmm(out, left, right, out=out, **more) if self.add else torch.mm(left, right, out=out, **more)
+
+    @functools.cached_property
+    def whole(self) -> tuple[int, bool, int, bool] | None:
+        """Place of each factor and whether it is transposed, where both are whole tensors; otherwise None."""
+        factors = self.left, self.right
+        if not all(isinstance(factor, Buffer) and factor.is_whole for factor in factors):
+            return None
+        return self.left.place, self.left.transposed, self.right.place, self.right.transposed
 
     def __str__(self) -> str:
         return f"{self.out} {'+' if self.add else ''}= {self.left} @ {self.right}"
@@ -68,6 +83,7 @@ class Total:
     out: Buffer
     values: Buffer
     makes: bool = True
+    start = None
 
     @property
     def operands(self) -> tuple[Any, ...]:
@@ -89,6 +105,7 @@ class Torch:
     function: Callable[..., None]
     operands: tuple[Any, ...]
     makes = False
+    start = None
 
     def run(self, values: Values) -> None:
         """Call it."""
@@ -113,7 +130,8 @@ class Launch:
     far: Launch | None = None
     makes = False
     pick: Callable[[Sequence[Any]], tuple[Any, ...]] = field(init=False)
-    compiled: dict[torch.device, Any] = field(default_factory=dict)
+    compiled: Any = None  # since the first run
+    start: Any = None  # the same, of a launch without ``near``
 
     @property
     def operands(self) -> tuple[Any, ...]:
@@ -134,6 +152,7 @@ class Loop:
     steps: list[Any]
     moves: list[tuple[int, Moving]] = field(default_factory=list)
     makes = False
+    start = None
 
     @property
     def operands(self) -> tuple[Any, ...]:

@@ -35,7 +35,7 @@ from tilewise.kernels.spec import (
     wanted_stats,
 )
 from tilewise.kernels.tensors import COL_TENSORS, ROW_TENSORS
-from tilewise.ops.budget import column_chunk, sized
+from tilewise.ops.budget import column_chunk, ring_team, sized
 from tilewise.ops.distributed.vocab_parallel import (
     filtered_forward,
     local_backward,
@@ -88,12 +88,14 @@ def ring_forward(
             return filtered_forward(exchange, list(shards.cols), pair, spec, options, save=save)
         stats, saved = merged_forward(exchange, pair, spec, options, save=save)
         return stats, None, saved
-    total, of_columns = Stats(), _column_stats(spec)
+    total, of_columns, begun = Stats(), _column_stats(spec), False
+    team, options = ring_team(options, pair.shape, max(shards.cols), exchange.world)
 
     def work(owner: int, block: dict[str, Tensor]) -> Mapping[str, Tensor] | None:
-        nonlocal total
+        nonlocal total, begun
         part, how = _pair_with_block(pair, spec, shards, owner, block)
-        if owner != shards.rank and 0 in (part.a.shape[0], part.b.shape[0]):
+        first, begun = not begun, True
+        if not first and 0 in (part.a.shape[0], part.b.shape[0]):
             nothing = torch.full((part.b.shape[0],), -torch.inf, dtype=torch.float64, device=part.b.device)
             return dict.fromkeys(of_columns, nothing) or None  # the log of a sum over no rows
         stats = choose_backend(part.shape, how, options).forward(part, how, options)
@@ -101,8 +103,8 @@ def ring_forward(
         total = total.merge(stats.rows().rounded(torch.float64))
         return {name: getattr(stats, name).double() for name in of_columns} or None
 
-    accumulators = [Field(name, torch.float64) for name in of_columns]
-    home = rotate_blocks(exchange, shards.cols, _payload(pair), work, accumulators=accumulators, merge=_merge_stats)
+    how_to_add: dict[str, Any] = {"accumulators": [Field(name, torch.float64) for name in of_columns], "team": team}
+    home = rotate_blocks(exchange, shards.cols, _payload(pair), work, merge=_merge_stats, **how_to_add)
     return dataclasses.replace(total, **home).rounded(pair.stat_dtype), None, None
 
 
@@ -140,8 +142,9 @@ def ring_backward(
     grad_a: Tensor | None = None  # those of the rows and of the scale stay here
     scale = torch.zeros((), dtype=torch.float64, device=pair.a.device)
     cols_wanted = needs.a if spec.symmetric else needs.b
+    team, options = ring_team(options, pair.shape, max(shards.cols), exchange.world)
     chunk = None
-    if cols_wanted and not spec.symmetric:
+    if cols_wanted and team == 1 and not spec.symmetric:
         chunk, options = column_chunk(options, pair.b.shape[1] * pair.stat_dtype.itemsize, max(shards.cols))
     travelling = pair.stat_dtype if options.ring_gradients == "float32" else pair.a.dtype
 
@@ -167,7 +170,7 @@ def ring_backward(
     payload = _payload(pair)
     for name in of_columns:
         payload |= {name: getattr(stats, name), f"grad_{name}": getattr(grad, name)}
-    how_to_add: dict[str, Any] = {"accumulators": accumulators, "merge": _merge_sum, "chunk": chunk}
+    how_to_add: dict[str, Any] = {"accumulators": accumulators, "merge": _merge_sum, "chunk": chunk, "team": team}
     home = rotate_blocks(exchange, shards.cols, payload, work, **how_to_add)
     grad_b = home.get("grad")
     if grad_a is None and needs.a:
@@ -238,7 +241,10 @@ def _payload(pair: Pair) -> dict[str, Tensor]:
 def _pair_with_block(
     pair: Pair, spec: PairSpec, shards: Shards, owner: int, block: dict[str, Tensor], first: int = 0
 ) -> tuple[Pair, PairSpec]:
-    """The pair of this rank's rows with columns of one block. The scores can be symmetric only for its own block."""
+    """The pair of this rank's rows with columns of one block. The scores can be symmetric only for its own block.
+
+    ``owner``: the first of the ranks whose columns these are.
+    """
     if owner == shards.rank and block["b"].shape[0] == pair.b.shape[0]:
         return pair, spec
     columns: dict[str, Any] = {name: block.get(name) for name in PAYLOAD}

@@ -61,13 +61,11 @@ class Plan:
         return tuple(i for i, kind in enumerate(self.kinds) if kind == "rows")
 
     @property
-    def row_gradients(self) -> Symbols:
-        """Placements of the gradient that a rank computes for its rows."""
-        return self.rows
-
-    @property
     def column_gradients(self) -> Symbols:
-        """Likewise for the classifier: the gradient of a gathered one is a part of a sum over ranks with other rows."""
+        """Placements of the gradient that a rank computes for the classifier.
+
+        The gradient of a gathered one is a part of a sum over ranks with other rows.
+        """
         pairs = zip(self.kinds, self.columns, strict=True)
         return tuple("P" if kind == "rows" and column == "R" else column for kind, column in pairs)
 

@@ -17,7 +17,7 @@ from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Stats, la
 from tilewise.kernels.triton_impl.filtered import backward_kernels as kernels
 from tilewise.kernels.triton_impl.filtered.forward import FilterCall, multiply
 from tilewise.kernels.triton_impl.scores import cdiv, vector
-from tilewise.kernels.triton_impl.sizes import row_of
+from tilewise.kernels.triton_impl.sizes import kind_of, row_of
 from tilewise.kernels.triton_impl.two_pass.backward import folded_gradients
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import finish_kernel
 from tilewise.kernels.triton_impl.two_pass.gradient_sum import FINISH_ROWS, finish_arguments
@@ -58,7 +58,7 @@ class FilterBackward(FilterCall):
     def _start(self) -> None:
         """The list of kept entries, and the dropped ones: tile means for the rows, a share of each tile for the columns."""
         pair, plan, kept, scale = self.pair, self.plan, self.plan.kept, self.pair.scale
-        self.sizes = row_of(self.device, pair.a.dtype.itemsize).filter_pairs
+        self.sizes = row_of(self.device, kind_of(pair.a.dtype, self.exact)).filter_pairs
         step = self.sizes.rows
         self.most_pairs = plans.most_kept(self.tiles * self.n)
         most_blocks = self.tiles + self.most_pairs // step

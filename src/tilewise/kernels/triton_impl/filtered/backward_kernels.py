@@ -15,6 +15,7 @@ import triton.language as tl
 from tilewise.kernels.triton_impl.bits import SOFTCAP
 from tilewise.kernels.triton_impl.launch import kernel
 from tilewise.kernels.triton_impl.primitives import LN2, NO_SHARE, ScoreInputs, score_tile
+from tilewise.kernels.triton_impl.tf32 import computed_operand, operand
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import cap_slope, nonzero_factor, side
 
 
@@ -90,7 +91,7 @@ def pair_kernel(a, b, scale, bias, softcap, row_key, pick, row_shift, row_lse, g
         at = k * K + tl.arange(0, K)
         left = tl.load(row_at + at[None, :], mask=(at < D)[None, :], other=0.0)
         right = tl.load(col_at + at[None, :], mask=(at < D)[None, :], other=0.0)
-        acc = tl.dot(left, right.T, acc, input_precision=EXACT)
+        acc = tl.dot(operand(left, EXACT), operand(right, EXACT).T, acc, input_precision=EXACT)
     # A column past the end gets the index m and scores -inf.
     s = ScoreInputs(tl.load(scale), bias, softcap, None, None, None, None, 0, m, 0, 0)
     x = score_tile(acc, row, tl.where(ok_col, col, m), s, SCORE, 0)
@@ -111,7 +112,7 @@ def pair_kernel(a, b, scale, bias, softcap, row_key, pick, row_shift, row_lse, g
             value += tl.where(hit, (tl.load(grad_picked + row * picks + k) * f)[:, None], 0.0)
     if SOFTCAP & SCORE:
         value = value * cap_slope(x, softcap)
-    value = tl.where(ok[:, None], value, 0.0).to(a.dtype.element_ty)
+    value = computed_operand(tl.where(ok[:, None], value, 0.0).to(a.dtype.element_ty), EXACT)
     if g is not None:
         entry = (pair - first_g).to(tl.int64)[:, None] * W + tl.arange(0, W)[None, :]
         tl.store(g + entry, value, mask=ok[:, None])
@@ -120,7 +121,7 @@ def pair_kernel(a, b, scale, bias, softcap, row_key, pick, row_shift, row_lse, g
         for k in range(0, (D + K - 1) // K):
             at = k * K + tl.arange(0, K)
             right = tl.load(col_at + at[None, :], mask=(at < D)[None, :], other=0.0)
-            product = tl.dot(value, right, input_precision=EXACT)
+            product = tl.dot(value, operand(right, EXACT), input_precision=EXACT)
             tl.store(to + at[None, :], product, mask=ok[:, None] & (at < D)[None, :])
 
 
@@ -155,7 +156,7 @@ def column_kernel(a, bias, factor, bias_factor, g, share, bias_share, count, ord
         from_g = (pair - first_g).to(tl.int64)[:, None] * W + tl.arange(0, W)[None, :]
         value = tl.load(g + from_g, mask=ok[:, None], other=0.0)
         right = tl.load(a + row[:, None] * a_units * UNIT + at[None, :], mask=(at < D)[None, :], other=0.0)
-        acc = tl.dot(value.T, right, acc, input_precision=EXACT)
+        acc = tl.dot(value.T, operand(right, EXACT), acc, input_precision=EXACT)
         if bias_out is not None:
             if part == 0:
                 sums += tl.sum(value.to(tl.float32), 0)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.backend import FilterGroup
@@ -20,8 +19,9 @@ from tilewise.kernels.spec import FilterPlan, Pair, PairShape, PairSpec, Stats
 from tilewise.kernels.triton_impl.filtered import forward_kernels as kernels
 from tilewise.kernels.triton_impl.filtered.rounding_kernels import exceeds_kernel, norm_kernel
 from tilewise.kernels.triton_impl.launch import launch
-from tilewise.kernels.triton_impl.scores import cdiv, pieces, switches_of, tensors_of
+from tilewise.kernels.triton_impl.scores import cdiv, exact_products, pieces, switches_of, tensors_of
 from tilewise.kernels.triton_impl.sizes import mass_sizes, multiprocessors
+from tilewise.kernels.triton_impl.tf32 import rounded, tensor_descriptor
 from tilewise.kernels.triton_impl.two_pass import strategy as two_pass
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
@@ -69,7 +69,8 @@ class FilterCall:
 
     def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions) -> None:
         self.pair, self.spec, self.options = pair, spec, options
-        tensors = tensors_of(pair, spec)
+        tensors, self.exact = tensors_of(pair, spec), exact_products(options)
+        tensors |= {name: rounded(tensors[name], self.exact) for name in ("a", "b") if name in tensors}
         self.device, self.item = pair.a.device, pair.a.element_size()
         self.a, self.b = tensors["a"], tensors["b"]
         self.n, self.m, self.d = pair.a.shape[0], pair.b.shape[0], pair.a.shape[1]
@@ -95,7 +96,7 @@ class FilterForward(FilterCall):
     ) -> None:
         super().__init__(pair, spec, options)
         self.save, self.group = save, group
-        self.sizes = mass_sizes(self.device, pair.a.dtype, self.width)
+        self.sizes = mass_sizes(self.device, pair.a.dtype, self.width, self.exact)
         # A kept entry costs the same for a tile of any width.
         self.share = self.width / plans.WIDEST_TILE if self.device.type == "cuda" else 1.0
         self.saved: SavedColumns | None = None
@@ -106,7 +107,7 @@ class FilterForward(FilterCall):
         self.known |= {"HALVINGS": plans.HALVINGS, "ROUNDING": self.rounding}
 
     def _rounding_exceeds(self) -> Tensor:
-        """`filter_plan.rounding_exceeds`, with less work on the host. 2 if ``pair.only_if`` is not 1."""
+        """1 if the rounding of scores may exceed its share of the tolerance; 2 if ``pair.only_if`` is not 1."""
         pair, features = self.pair, min(NORM_FEATURES, triton.next_power_of_2(self.d))
         row_programs = cdiv(self.n, NORM_ROWS)
         programs = row_programs + cdiv(self.m, NORM_ROWS)
@@ -238,7 +239,7 @@ class FilterForward(FilterCall):
         gather: dict[str, Any] = {"order": self.order, "bias": self.bias, "out": buffer, "mean": self.mean}
         gather |= {"out_units": units(buffer), "R": min(GATHER_ROWS, self.width), "K": features}
         tile: dict[str, Any] = {"bias": self.bias, "order": self.order if self.spec.row_top else None, **parts}
-        a_desc = TensorDescriptor.from_tensor(self.a[i], [sizes.rows, sizes.depth])
+        a_desc = tensor_descriptor(self.a[i], (sizes.rows, sizes.depth), self.exact)
         tile |= {"a_desc": a_desc, "n": rows, "row_shift": None}
         if self.pair.row_shift is not None:
             tile["row_shift"] = self.known["row_shift"][i]
@@ -247,7 +248,7 @@ class FilterForward(FilterCall):
             first = t.start * self.width
             here = {"m": min(t.stop * self.width, self.m) - first, "first": first, "first_tile": t.start}
             self.launch(kernels.gather_kernel, (t.stop - t.start) * cdiv(self.d, features), **gather, **here)
-            b_desc = TensorDescriptor.from_tensor(buffer[: here["m"]], [sizes.cols, sizes.depth])
+            b_desc = tensor_descriptor(buffer[: here["m"]], (sizes.cols, sizes.depth), self.exact)
             self.launch(
                 kernels.mass_kernel, programs, warps=sizes.warps, stages=sizes.stages, b_desc=b_desc, **tile, **here
             )

@@ -223,7 +223,7 @@ def choose_kernel(row_key, place, pick_place, part, entropy_part, skip_if, row_p
     place of the column. If ``skip_if`` is set, no part is read, and a row drops nothing.
 
     With ``entropy_part`` also `FilterPlan.surprise`, and the dropped entropy is at most ``most_entropy`` times usable, in
-    units of log2. With ROUNDING the limits depend on the row: see `filter_plan.limits`. row_pos is the score of the
+    units of log2. With ROUNDING the limits depend on the row: see `filter_plan`. row_pos is the score of the
     row's positive.
     """
     row = tl.program_id(0) * R + tl.arange(0, R)

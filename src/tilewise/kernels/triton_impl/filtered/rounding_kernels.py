@@ -1,4 +1,4 @@
-"""`filter_plan.rounding_exceeds` on the device: whether the rounding of scores may be too large for a tolerance.
+"""Whether the rounding of scores may be too large for a tolerance: see `filter_plan`.
 
 If so, the exact passes run instead of the filter. Strides are in units of 16 bytes, UNIT numbers each, so that the
 compiler knows the alignment of rows.

@@ -57,6 +57,28 @@ def log_of_joined(t, R: tl.constexpr, C: tl.constexpr):
     return logs, largest
 
 
+@triton.jit
+def tile_gradient(x, rows, cols, key, w, f, bias_part, needs_repair, n, m, tile_row, tile_col,
+                  g_dtype: tl.constexpr, TERMS: tl.constexpr, MEETS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """The loss of each row of a tile, and G. MEETS: the tile may have positives, in the columns ``key``."""
+    if MEETS:
+        x = tl.where(key[:, None] == cols[None, :], -x, x)
+    t = tl.exp2(tl.minimum(x, LARGEST_SCORE, propagate_nan=tl.PropagateNan.ALL))
+    logs, largest = log_of_joined(t, R, C)
+    fits = largest <= LARGEST_JOINED  # false for NaN, too
+    tl.store(needs_repair + rows * 0, 1, mask=(rows < n) & (fits == 0))
+    # 1 / (1 + t) as a square: a reciprocal root is one instruction, a division six.
+    root = tl.rsqrt(1.0 + t)
+    g = (t * (w * f)[:, None]) * (root * root)
+    if MEETS:
+        g = tl.where(key[:, None] == cols[None, :], -g, g)
+    if BIAS_TOTAL & TERMS:
+        tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=rows < n)
+    if BIAS_COLS & TERMS:
+        tl.store(bias_part + tile_row * m + cols, tl.sum(g, 0), mask=cols < m)
+    return logs, g.to(g_dtype)
+
+
 @kernel(optional=(*SCORE_KEYS, "g_desc", "bias_part"), dynamic=TILE_NUMBERS)
 def sigmoid_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                    row_key, col_key, row_skip, col_skip,  # keys
@@ -83,27 +105,20 @@ def sigmoid_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         rows, cols, x = scored_tile(a_desc, b_desc, s, tile_row, tile_col, D, SCORE, POSITIVE, R, C, K, EXACT)
         meets = any_here(rows, s, tile_row * R, tile_col * C, R, C, POSITIVE)
-        if meets:
-            key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
-            x = tl.where(key[:, None] == cols[None, :], -x, x)
+        key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
         w = tl.load(grad_row + rows, mask=rows < n, other=0.0)
         if REPAIR:
+            if meets:
+                x = tl.where(key[:, None] == cols[None, :], -x, x)
             loss += w * softplus_sum(x)
         else:
-            t = tl.exp2(tl.minimum(x, LARGEST_SCORE, propagate_nan=tl.PropagateNan.ALL))
-            logs, largest = log_of_joined(t, R, C)
-            loss += w * logs
-            fits = largest <= LARGEST_JOINED  # false for NaN, too
-            tl.store(needs_repair + rows * 0, 1, mask=(rows < n) & (fits == 0))
-            # 1 / (1 + t) as a square: a reciprocal root is one instruction, a division six.
-            root = tl.rsqrt(1.0 + t)
-            g = (t * (w * f)[:, None]) * (root * root)
+            # Two copies of the tile's arithmetic: one that changes signs only in some tiles would spill registers.
             if meets:
-                key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
-                g = tl.where(key[:, None] == cols[None, :], -g, g)
-            if BIAS_TOTAL & TERMS:
-                tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=rows < n)
-            if BIAS_COLS & TERMS:
-                tl.store(bias_part + tile_row * m + cols, tl.sum(g, 0), mask=cols < m)
+                logs, g = tile_gradient(x, rows, cols, key, w, f, bias_part, needs_repair, n, m,
+                                        tile_row, tile_col, g_desc.dtype, TERMS, True, R, C)  # fmt: skip
+            else:
+                logs, g = tile_gradient(x, rows, cols, key, w, f, bias_part, needs_repair, n, m,
+                                        tile_row, tile_col, g_desc.dtype, TERMS, False, R, C)  # fmt: skip
+            loss += w * logs
             store_tile(g_desc, tile_row * R, tile_col * C, g)
     tl.store(mine, loss)

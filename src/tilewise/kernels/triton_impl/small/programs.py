@@ -27,7 +27,7 @@ FEW = 2**20  # scores, with which a tile of `both_kernel` is smaller
 BOTH_COLS = 128
 BLOCK = 4096  # numbers of a program of `gradient_kernel`
 COUNTED_ROWS = 2048  # of which each program of `rows_kernel` counts those that are not ignored
-FACTS = (*tensors.FACTS, "weight", "square")
+FACTS = (*tensors.FACTS, *tensors.WEIGHTS)
 PARTS = ("top", "log", "factor", "hit")  # of the softmax of a row or column, for `both_kernel`
 
 
@@ -52,7 +52,7 @@ def loss_program(key: SmallKey) -> Program:
     n, m, d, wide = shape.rows, shape.cols, shape.width, torch.float32
     p = Program()
     a, b, scores = given_scores(p, key, FACTS)
-    weight, square, share = scores.pop("weight"), scores.pop("square"), p.given("share")
+    weight, square, share = scores.pop("each"), scores.pop("square"), p.given("share")
 
     def scratch(name: str, size: int) -> Buffer:
         return p.scratch(name, (size,), wide)
@@ -142,10 +142,17 @@ def loss_program(key: SmallKey) -> Program:
 
 
 def given_scores(p: Program, key: SmallKey, facts: Sequence[str]) -> tuple[Buffer, Buffer, dict[str, Any]]:
-    """Declares a, b, scale, number, bias and ``facts``. Returns a, b, and what the scores of a kernel need by name."""
+    """Declares a, b, scale or number, bias and ``facts``: those that are present.
+
+    Returns a, b, and what the scores of a kernel need by name.
+    """
     shape, spec = key.shape, key.spec
-    a, b = p.given("a"), p.given("b")
-    given = {name: p.given(name) for name in ("scale", "number", "bias", *facts)}
+    a = p.given("a")
+    b = a if spec.symmetric else p.given("b")
+    given: dict[str, Any] = dict.fromkeys(("scale", "number", "bias", *facts))
+    for name in given:
+        if name in key.present or (name == "number" and "scale" not in key.present):
+            given[name] = p.given(name)
     score = bit_sum(
         (bit.ONE_BIAS, key.one_bias),
         (bit.BIAS, "bias" in key.present and not key.one_bias),
@@ -157,7 +164,7 @@ def given_scores(p: Program, key: SmallKey, facts: Sequence[str]) -> tuple[Buffe
     if spec.positive == "one" and not shape.has_row_key:
         positive = bit.DIAGONAL.value
     more = {"softcap": float(spec.softcap), "n": shape.rows, "m": shape.cols, "SCORE": score, "POSITIVE": positive}
-    return a, a if spec.symmetric else b, {**given, **more}
+    return a, b, {**given, **more}
 
 
 def tile_of(n: int, m: int) -> tuple[int, int]:
@@ -198,25 +205,24 @@ def gradient_program(
 
 def given_values(
     key: SmallKey, a: Tensor, b: Tensor | None, scale: Any, bias: Tensor | None, facts: Sequence[Any]
-) -> tuple[Any, ...]:
+) -> list[Any]:
     """The tensors and numbers that `given_scores` declares."""
-    tensor, number = (scale, None) if isinstance(scale, Tensor) else (None, scale)
-    if tensor is not None and tensor.dtype is not torch.float32:
-        tensor = tensor.float()
+    if isinstance(scale, Tensor) and scale.dtype is not torch.float32:
+        scale = scale.float()
+    given = [a, scale] if key.spec.symmetric else [a, b, scale]
     if bias is not None:
-        bias = vector((bias[:1] if key.one_bias else bias).to(torch.float32))
+        given.append(vector((bias[:1] if key.one_bias else bias).to(torch.float32)))
     for value in facts:
         if value is not None:
-            facts = [None if value is None else vector(value) for value in facts]
-            break
-    return a, b, tensor, number, bias, *facts
+            given.append(vector(value))
+    return given
 
 
 def run_small(program: Program, key: SmallKey, given: Sequence[Any]) -> list[Tensor]:
     """The program's outputs. Contexts cost as much as a launch, so they are entered only where they change something."""
     device, precision = key.shape.device, key.precision
-    here = device.type != "cuda" or device.index == torch.cuda.current_device()
-    if here and precision == "torch" and not torch.is_grad_enabled():
+    index = device.index
+    if precision == "torch" and not torch.is_grad_enabled() and (index is None or index == torch.cuda.current_device()):
         return program.run(device, *given)
     with torch.cuda.device(device if device.type == "cuda" else -1), torch.no_grad(), matmul_precision(precision):
         return program.run(device, *given)

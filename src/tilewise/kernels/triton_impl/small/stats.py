@@ -168,6 +168,6 @@ class TritonStatsJob:
             values["bias"] = (values["bias"] / self.key.shape.cols).expand(self.key.shape.cols)
         return Grads(**values)
 
-    def _given(self, pair: Pair) -> tuple[Any, ...]:
+    def _given(self, pair: Pair) -> list[Any]:
         facts = pair.row_key, pair.col_key, pair.row_skip, pair.col_skip
         return given_values(self.key, pair.a, pair.b, pair.scale, pair.bias, facts)

@@ -77,6 +77,9 @@ class TritonJob:
             overwrite: gradient_program(sizes, shape.dtype, needs, overwrite=overwrite) for overwrite in (True, False)
         }
         self.in_place = saved_type(shape.dtype, needs) == shape.dtype
+        # Of the four gradients and the factor among the outputs, of which the loss is the first; -1 for none
+        present = [*needs, not is_whole(shape.dtype, needs)]
+        self.places = [1 + sum(present[:place]) if here else -1 for place, here in enumerate(present)]
 
     def forward(
         self, a: Tensor, b: Tensor | None, scale: Any, bias: Tensor | None, facts: Sequence[Any], share: float
@@ -85,13 +88,14 @@ class TritonJob:
         key = self.key
         if key.spec.col_lse:  # the loss is the mean of two directions
             share *= 0.5
-        found = run_small(self.program, key, (*given_values(key, a, b, scale, bias, facts), share))
-        loss, *grads = found
-        values = [grads.pop(0) if need else None for need in key.needs]
-        factor = grads.pop() if grads else None
-        if key.one_bias and values[3] is not None:
-            values[3] = (values[3] / self.cols).expand(self.cols)
-        return loss, (*values, factor)
+        given = given_values(key, a, b, scale, bias, facts)
+        given.append(share)
+        found: list[Any] = [*run_small(self.program, key, given), None]
+        a_place, b_place, scale_place, bias_place, factor_place = self.places
+        bias_grad = found[bias_place]
+        if key.one_bias and bias_grad is not None:
+            bias_grad = (bias_grad / self.cols).expand(self.cols)
+        return found[0], (found[a_place], found[b_place], found[scale_place], bias_grad, found[factor_place])
 
     def backward(self, saved: Sequence[Any], grad_output: Tensor, *, overwrite: bool) -> list[Tensor | None]:
         """The four gradients."""

@@ -24,6 +24,7 @@ from tilewise.kernels.triton_impl.bits import (
 from tilewise.kernels.triton_impl.launch import TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, own_column, row_scales, row_stride, shifts, tanh
 from tilewise.kernels.triton_impl.statistics import GradRows, softmax_term
+from tilewise.kernels.triton_impl.tf32 import operand
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import (
     OPTIONAL_TERMS,
     cap_slope,
@@ -55,7 +56,7 @@ def own_scores(a, b, a_stride, b_stride, rows, ok, key, scale, bias, softcap, ro
         at = k * K + tl.arange(0, K)
         left = tl.load(row_at + at[None, :], mask=ok[:, None] & (at < D)[None, :], other=0.0)
         right = tl.load(col_at + at[None, :], mask=(key >= 0)[:, None] & (at < D)[None, :], other=0.0)
-        acc = tl.dot(left, right.T, acc, input_precision=EXACT)
+        acc = tl.dot(operand(left, EXACT), operand(right, EXACT).T, acc, input_precision=EXACT)
     place = tl.arange(0, P)
     if row_scale is not None:
         each = row_scales(row_scale, rows, ok)

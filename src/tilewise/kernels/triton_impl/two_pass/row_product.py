@@ -22,7 +22,9 @@ def row_product(scores: Scores, out: Buffer, g: Buffer, b: Buffer, first: bool) 
     sizes = scores.gradient_sizes  # the tiles of both operands take as much shared memory as those of the scores
     (n, m), d = g.shape, b.shape[1]
     values: dict[str, Any] = {"out": out, "n": n, "m": m, "D": d, "FIRST": first}
-    values |= {"g_desc": Descriptor(g, (sizes.rows, sizes.depth)), "b_desc": Descriptor(b, (sizes.depth, sizes.cols))}
+    g = scores.operand(g, in_place=True)
+    values |= {"g_desc": Descriptor(g, (sizes.rows, sizes.depth), scores.exact)}
+    values |= {"b_desc": Descriptor(b, (sizes.depth, sizes.cols), scores.exact)}
     values |= {"R": sizes.rows, "W": sizes.cols, "K": sizes.depth, "EXACT": scores.exact}
     programs = cdiv(n, sizes.rows) * cdiv(d, sizes.cols)
     scores.launch(row_product_kernel, programs, warps=sizes.warps, stages=sizes.stages, **values)

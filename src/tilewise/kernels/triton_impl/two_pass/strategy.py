@@ -6,7 +6,8 @@ than one macro-tile, one float32 accumulator for the column gradients (m x d). U
 the columns need no accumulator, and the block of float32 row gradients is n x d. A workspace too small for one tile of
 each is exceeded by that tile. A forward that saves columns (see `saved`) allocates the gradient of the columns and a buffer
 already, and the partial sums take at most w / 4 beside them. Features that a tensor descriptor cannot read (rows that do
-not start at 16-byte addresses, a last axis with a stride) are copied once.
+not start at 16-byte addresses, a last axis with a stride) are copied once. So are float32 features in TF32, where loads
+do not round (`tf32`).
 """
 
 from __future__ import annotations
