@@ -25,7 +25,7 @@ def dense(queries, gallery, k, *, query_ids=None, gallery_ids=None, exclude=None
         scores = scores.masked_fill(query_ids[:, None] == gallery_ids[None, :], -torch.inf)
     if exclude is not None:
         index = exclude if exclude.dim() == 2 else exclude[:, None]
-        scores = scores.masked_fill(mask_of(index, len(gallery)).to(scores.device), -torch.inf)
+        scores = scores.masked_fill(mask_of(index.cpu(), len(gallery)).to(scores.device), -torch.inf)
     if below is not None:
         limit = torch.as_tensor(below, dtype=torch.float64, device=scores.device).reshape(-1, 1)
         scores = scores.masked_fill(scores >= limit, -torch.inf)

@@ -41,7 +41,7 @@ from tilewise.ops import limits
 from tilewise.ops import rows as drop_rows
 
 LOSS_FLOOR = 1e-5  # a rounded number may hit the truth by luck; nobody must be luckier
-TF32_FLOOR = 2e-4  # of the gradient of a number: G is rounded to 11 significant bits before its sum
+TF32_FLOOR = 5e-4  # of the gradient of a number: G is rounded to 11 significant bits before its sum
 NUMBERS = "scale", "temperature", "bias"
 GRAD_FLOOR = {torch.float32: 0.0, torch.float16: 5e-4, torch.bfloat16: 4e-3}  # of single numbers and of biases
 CHUNK = 65_536

@@ -198,10 +198,10 @@ def test_a_found_score_has_the_bits_of_a_rank(dtype):
 
 
 def test_copies_run_while_the_device_searches(monkeypatch):
-    """The gallery of the host is copied in blocks from pinned memory, beside the kernels of the block before."""
+    """A gallery in pinned memory of the host is copied in blocks, beside the kernels of the block before."""
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**25)
-    queries, gallery = features(1, 8192, 256, torch.bfloat16), features(2, 2**19, 256, torch.bfloat16)
-    want, host = nearest(queries, gallery, 10, options=FUSED), gallery.cpu()
+    queries, gallery = features(1, 2**16, 256, torch.bfloat16), features(2, 2**19, 256, torch.bfloat16)
+    want, host = nearest(queries, gallery, 10, options=FUSED), gallery.cpu().pin_memory()
     nearest(queries, host[:100000], 10, options=FUSED)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         got = nearest(queries, host, 10, options=FUSED)

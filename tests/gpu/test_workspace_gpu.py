@@ -36,7 +36,7 @@ def head(n: int, classes: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("sizes", HEADS, ids=str)
 def test_a_loss_takes_the_memory_that_explain_says(sizes: tuple[int, int, int]) -> None:
-    """Within 5 %: neither more, nor a bound that is too high to plan with."""
+    """Within 5 %: neither more, nor a bound that is too high to plan with. No token is ignored, so none are copied."""
     n, classes, d = sizes
     needed = 6 * (n + classes) * d + 10 * GIB
     if budget.free_bytes(torch.device("cuda")) < needed:
@@ -46,7 +46,8 @@ def test_a_loss_takes_the_memory_that_explain_says(sizes: tuple[int, int, int]) 
     peak = checks.peak_bytes(
         lambda: torch.autograd.grad(tw.linear_cross_entropy(hidden, weight, target), (hidden, weight))
     )
-    assert 0.95 < peak / found.peak_bytes < 1.05, (peak / 2**20, found.peak_bytes / 2**20)
+    said = found.peak_bytes - found.copy_bytes
+    assert 0.95 < peak / said < 1.05, (peak / 2**20, said / 2**20)
 
 
 def calls(wrap: Callable[..., Any] = lambda loss: loss) -> dict[str, Callable[[], list[Tensor]]]:

@@ -15,7 +15,7 @@ from tilewise.ring.blocks import Field, Merge, Tensors, rotate_blocks
 from tilewise.ring.exchange import Exchange
 from tilewise.ring.schedule import Shards
 
-BLOCK_BYTES = 2**27  # of features; from a host there are two such blocks on the GPU, and two in pinned memory
+BLOCK_BYTES = 2**27  # of features; two such blocks are on the GPU, and two in pinned memory of the host
 Work = Callable[[int, dict[str, Tensor]], Tensors | None]  # (index of the first item, tensors of the block)
 
 
@@ -73,20 +73,21 @@ def _copied(gallery: Tensor, device: torch.device, parts: list[slice]) -> Iterat
     """Blocks of a gallery of the host on a CUDA device. While one is in use, a thread reads and copies the next.
 
     There are two blocks, used in turn. A block on the device is overwritten when the work on it is done (``used``), and
-    one in pinned memory when its copy is done (``sent``).
+    one in pinned memory when its copy is done (``sent``). A gallery that is in pinned memory is copied from there.
     """
     shape = (parts[0].stop, gallery.shape[1])
     there = [torch.empty(shape, dtype=gallery.dtype, device=device) for _ in range(2)]
-    pinned = [torch.empty(shape, dtype=gallery.dtype, pin_memory=True) for _ in range(2)]
+    pinned = [] if gallery.is_pinned() else [torch.empty(shape, dtype=gallery.dtype, pin_memory=True) for _ in range(2)]
     used, sent = [torch.cuda.Event(), torch.cuda.Event()], [torch.cuda.Event(), torch.cuda.Event()]
     main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     side.wait_stream(main)  # the memory of the blocks may still be in use by earlier work
 
     def send(step: int) -> Tensor:
         which, part = step % 2, parts[step]
-        host, block = (blocks[which][: part.stop - part.start] for blocks in (pinned, there))
-        sent[which].synchronize()
-        host.copy_(gallery[part])
+        host, block = gallery[part], there[which][: part.stop - part.start]
+        if pinned:
+            sent[which].synchronize()
+            host = pinned[which][: part.stop - part.start].copy_(host)
         side.wait_event(used[which])
         with torch.cuda.stream(side):
             block.copy_(host, non_blocking=True)
