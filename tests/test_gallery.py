@@ -83,7 +83,7 @@ def test_a_memory_mapped_gallery_is_not_read_into_memory(tmp_path, set_block_byt
         found = tw.nearest(queries, opened, 3, progress=note)
         assert found.indices.tolist() == [[200000, 12345, 0]] * 4
         assert len(seen) == 8  # blocks
-        assert max(seen) - before < 2**23
+        assert max(seen) - before < 2**24  # half of the gallery; a strip of scores takes 8 MiB
 
 
 class Order:
