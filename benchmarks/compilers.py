@@ -34,6 +34,7 @@ from benchmarks import cases, distillation, heads, measure
 from benchmarks.cases import square, vocabulary
 from benchmarks.measure import Step
 from benchmarks.run import COMMIT_HELP, commit_of, describe, write
+from tilewise.kernels.precision import matmul_precision
 
 Row = dict[str, Any]
 HEAD = (8192, 4096, 128256)
@@ -204,13 +205,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if given.out is None or (device.type != "cuda" and not given.quick):
         raise SystemExit("this benchmark needs --out FILE and a CUDA device. Pass --quick to try it out on a CPU")
-    torch.set_float32_matmul_precision("high")
     report = describe(
         "compilers", device, "python -m benchmarks.compilers", given.turns, 60.0, commit=commit_of(given.commit)
     )
-    report |= {"assembler": assembler(device), "bits": digests(device, given.quick)}
-    report["in_registers"] = kernels_in_registers()
-    report["results"] = measured(device, given.turns, given.quick)
+    with matmul_precision("high"):
+        report |= {"assembler": assembler(device), "bits": digests(device, given.quick)}
+        report["in_registers"] = kernels_in_registers()
+        report["results"] = measured(device, given.turns, given.quick)
     write(given.out, report)
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 import tilewise as tw
 from reproductions.records import RESULTS
+from tilewise.kernels.precision import matmul_precision
 
 BATCHES = tuple(2**k for k in range(4, 14))
 WIDTH, TEMPERATURE = 256, 0.5
@@ -106,9 +107,8 @@ def run_case(
     batch: int, precision: str, device: torch.device, turns: int, budget_s: float, seeds: int
 ) -> list[dict[str, Any]]:
     """One result for each method."""
-    cuda, before = device.type == "cuda", torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(PRECISIONS[precision])
-    try:
+    cuda = device.type == "cuda"
+    with matmul_precision(PRECISIONS[precision]):
         losses = methods(cuda)
         wrong = errors(losses, batch, seeds, device)
         z = features(batch, 0, device).requires_grad_()
@@ -118,8 +118,6 @@ def run_case(
         for row in rows if cuda else ():
             row["bytes"] = cuda_peak_bytes(steps[row["method"]], device)
         return rows
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def table(report: dict[str, Any]) -> str:

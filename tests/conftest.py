@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import sysconfig
+import threading
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; test processes run side by side
@@ -147,6 +148,20 @@ def small_tiles(set_tiles, set_limits):
     """Tiles so small that every case meets several of them, with ragged edges; also for small batches."""
     set_limits(small=0, small_cpu=0)
     set_tiles(48, 80, 48)
+
+
+@pytest.fixture
+def one_parser(monkeypatch):
+    """Threads parse kernels for the interpreter in turn: Python 3.11 counts the depth of all of them together."""
+    from triton.runtime.interpreter import FunctionRewriter
+
+    lock, rewrite = threading.Lock(), FunctionRewriter.rewrite_ast
+
+    def in_turn(self):
+        with lock:
+            return rewrite(self)
+
+    monkeypatch.setattr(FunctionRewriter, "rewrite_ast", in_turn)
 
 
 @pytest.fixture

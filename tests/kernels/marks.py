@@ -15,5 +15,5 @@ INTERPRETED = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
     pytest.mark.filterwarnings("ignore:.* encountered in reduce:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # the interpreter's own
-    pytest.mark.usefixtures("nan_filled_empty"),
+    pytest.mark.usefixtures("nan_filled_empty", "one_parser"),
 ]

@@ -193,7 +193,7 @@ def sure_model(settings):
     return model
 
 
-def test_backward_skips_by_itself_and_the_run_says_so():
+def test_backward_skips_by_itself_and_the_run_says_so(filter_on_cpu):
     settings = lm_figures.Settings(steps=6, **lm_figures.TINY | {"vocabulary": 4096, "batch": 4})
     text = (4096 ** torch.rand(2000, generator=torch.Generator().manual_seed(0))).long() - 1
     model = sure_model(settings)

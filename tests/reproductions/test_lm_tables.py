@@ -100,7 +100,7 @@ def test_a_run_writes_rows_and_a_page(tmp_path, monkeypatch):
     assert "| tilewise |" in page
 
 
-def test_ratios_are_to_torch_compile(tmp_path, monkeypatch):
+def test_ratios_are_to_torch_compile(tmp_path, monkeypatch, filter_on_cpu):
     monkeypatch.setattr(lm_cases, "compiled_loss", lambda: lm_cases.dense_loss)
     report, _ = run_small(tmp_path, "--methods", "t*")
     rows = {row["method"]: row for row in report["results"]}

@@ -15,8 +15,8 @@ from tests.ring.virtual import VirtualGroup, run_virtual
 from torch import Tensor
 
 from tilewise.errors import GroupError, RangeError
-from tilewise.kernels.spec import PairSpec
-from tilewise.ops.distributed.vocab_parallel import _merge
+from tilewise.kernels.spec import Pair, PairSpec, Stats, wanted_stats
+from tilewise.ops.distributed.vocab_parallel import _Merge
 from tilewise.ring.blocks import Field, rotate_blocks
 from tilewise.ring.exchange import find_exchange
 
@@ -56,9 +56,15 @@ def test_vocabulary_parallel_head():
 
 def test_a_target_in_two_shards_of_the_vocabulary_gives_nan():
     """Targets on a GPU are not compared between ranks. If they differ, a row's target is found twice or not at all."""
-    zero, found = torch.zeros(3), torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
-    ranks = [torch.stack([zero, 5.0 * positives, positives]) for positives in found]  # in the order of the table
-    merged = _merge(torch.stack(ranks).double(), PairSpec(row_lse=True, positive="one"), torch.float32)
+    found = torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    pair, spec = Pair(torch.zeros(3, 2), torch.zeros(1, 2), torch.ones(())), PairSpec(row_lse=True, positive="one")
+
+    def work(group: VirtualGroup) -> Stats:
+        positives = found[group.rank()]
+        local = Stats(row_lse=torch.zeros(3), row_pos=5.0 * positives, num_positives=positives)
+        return _Merge(find_exchange(group.group_name), pair, wanted_stats(spec))(local, 3)
+
+    merged, _ = run_virtual(2, work)
     assert (merged.row_pos / merged.num_positives).isnan().tolist() == [True, True, False]
 
 

@@ -106,6 +106,7 @@ class LossHandle:
         self.active = True
         self.head: nn.Module | None = None
         self.head_hooks: list[RemovableHandle] = []
+        self.input_hook = -1  # the number of the first of them; torch.compile cannot read a hook
         self.model_hooks: list[RemovableHandle] = []
         self.current: LossSettings | None = None  # set while the model runs without logits
         self.head_calls = 0  # in this run
@@ -333,7 +334,7 @@ class LossHandle:
         head = head_of(self.model)
         # The head was replaced, for example resized or adapted, or an engine has hooks on its input, as DeepSpeed's
         # ZeRO-3 has: the input is marked after them, or its gradient would not reach them.
-        if head is not self.head or next(reversed(head._forward_pre_hooks)) != self.head_hooks[0].id:
+        if head is not self.head or next(reversed(head._forward_pre_hooks)) != self.input_hook:
             self._hook_head()
         self.current, self.head_calls = settings._replace(same_tokens=is_tensor_parallel(head)), 0
         try:
@@ -375,6 +376,7 @@ class LossHandle:
             head.register_forward_pre_hook(self._before_head),
             head.register_forward_hook(self._after_head, prepend=True),
         ]
+        self.input_hook = self.head_hooks[0].id
 
     def _unhook_head(self) -> None:
         for hook in self.head_hooks:
