@@ -148,6 +148,7 @@ def page(report: dict[str, Any]) -> str:
 
 The measurements of "InfoNCE Loss CUDA Implementation" (CuBlaze), repeated on {report["device"]} with torch
 {report["torch"]} at commit {report["commit"]}.
+{report.get("note", "")}
 Width {WIDTH}, temperature {TEMPERATURE}; a batch of B samples has 2B rows.
 
 - The paper's targets are errors below {loss_target:g} (loss) and {gradient_target:g} (gradient).

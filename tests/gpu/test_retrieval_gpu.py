@@ -195,25 +195,3 @@ def test_a_found_score_has_the_bits_of_a_rank(dtype):
     found = nearest(queries, gallery, 100, options=TileOptions(backend="triton", precision="highest", workspace_mib=8))
     places = retrieval_ranks(queries, gallery, found.indices, options=FUSED)
     assert torch.equal(places, torch.arange(100, device="cuda").expand(3000, -1))
-
-
-def test_copies_run_while_the_device_searches(monkeypatch):
-    """A gallery in pinned memory of the host is copied in blocks, beside the kernels of the block before."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**25)
-    queries, gallery = features(1, 2**16, 256, torch.bfloat16), features(2, 2**19, 256, torch.bfloat16)
-    want, host = nearest(queries, gallery, 10, options=FUSED), gallery.cpu().pin_memory()
-    nearest(queries, host[:100000], 10, options=FUSED)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        got = nearest(queries, host, 10, options=FUSED)
-    assert torch.equal(got.indices, want.indices)
-    assert torch.equal(got.scores, want.scores)
-    spans = {"Memcpy HtoD (Pinned": [], "search_kernel": []}
-    for event in seen.events():
-        for name, span in spans.items():
-            if event.name.startswith(name):
-                span.append((event.time_range.start, event.time_range.end))
-    copies, searches = spans.values()
-    large = [(start, stop) for start, stop in copies if stop - start > 100]  # microseconds
-    assert len(large) >= 7
-    beside = [any(start < end and begin < stop for begin, end in searches) for start, stop in large]
-    assert sum(beside) >= len(large) // 2, (beside, large, searches)
