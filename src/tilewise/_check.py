@@ -181,7 +181,7 @@ def check_floating(name: str, features: Tensor, dims: int, real_part: str = "Pas
     if features.dim() != dims:
         if hasattr(features, "ds_id") and features.numel() == 0:
             raise ConfigError(
-                f"{name} is a whole parameter, got one that DeepSpeed ZeRO-3 has partitioned and not gathered. Call "
+                f"{name} is a whole parameter, got an empty one: DeepSpeed ZeRO-3 has not gathered it. Call "
                 "the loss in the forward of the model that DeepSpeed runs, and read the parameter there as an "
                 "attribute of its module (self.head.weight): DeepSpeed then gathers it, in backward too"
             )

@@ -45,16 +45,16 @@ class TileOptions:
             the number of rows plus columns, are not included. With more of it, some losses are faster: they keep
             scores instead of computing them twice. None, the default, depends on the sizes of the call only: 768 for a
             small batch, whose scores are computed all at once; 256 to 4,096 for a softmax over classes on a GPU; 256
-            for all other calls. `tilewise.explain` shows it. "auto" is a quarter of the memory that is free on the
-            device at each call, rounded down to 2**k or 1.5 * 2**k MiB, between 64 MiB and 8 GiB; with a group, inside
-            of ``torch.compile`` and for retrieval it is the default.
+            for all other calls. `tilewise.explain` shows it. "auto" (deprecated) is a quarter of the memory that is
+            free on the device at each call, rounded down to 2**k or 1.5 * 2**k MiB, between 64 MiB and 8 GiB; with a
+            group, inside of ``torch.compile`` and for retrieval it is the default.
         precision: precision of float32 products. "torch" follows ``torch.get_float32_matmul_precision()``,
             "highest" is full float32, "high" permits TF32.
         filter_tolerance: the largest probability mass that the filter may drop from each row in backward. The loss
             stays exact; gradients change by no more than the documented bound. 0, the default, is exact. A backend
-            may drop less; the torch backend, which serves a CPU, drops nothing. "rounding" drops about as much as
-            changes gradients like the rounding of logits and of their gradients to bfloat16 or float16; for float32
-            and float64 it drops nothing.
+            may drop less; the torch backend, which serves a CPU, drops nothing. "rounding" chooses a tolerance that
+            changes gradients about as much as rounding logits and their gradients to bfloat16 or float16 does; for
+            float32 and float64 it drops nothing.
         ring_gradients: over a group, the type in which the gradients of columns are sent and summed. "float32" (float64
             for float64 features), or "features" for the type of the features, which halves the traffic of bfloat16
             and rounds once per rank.

@@ -128,7 +128,7 @@ class Small(Protocol):
 class Filtered(Protocol):
     """A capability: gradients without the (row, tile) entries of almost no probability; see `filter_plan`.
 
-    Over a group a filter that is no `GroupFilter` drops nothing.
+    Over a group, the exact gradients are computed if the filter is no `GroupFilter`.
     """
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
@@ -171,7 +171,7 @@ class FilterGroup:
 
 @runtime_checkable
 class GroupFilter(Protocol):
-    """A `Filtered` that also serves a vocabulary group. Without ``group`` and ``grad_dtype`` it is one."""
+    """A `Filtered` that also serves a vocabulary group. Without ``group`` and ``grad_dtype``, it is a `Filtered`."""
 
     def sample_rows(self, shape: PairShape, options: TileOptions) -> int:
         """The number of rows that a call of this shape probes; ``shape`` has the most columns of a rank."""

@@ -38,8 +38,8 @@ a row of G sum to 0, and
 
 Over a vocabulary group each of W ranks has tiles of its own columns. The masses refer to the log-sum-exp over the
 columns of all ranks, which is known before a rank chooses. A rank may drop 1/W of the tolerance, so the bounds hold for
-D_i and E_i summed over the ranks; m is then the number of all columns. A rank whose columns have no more than that of a
-row drops them all.
+D_i and E_i summed over the ranks; m is then the number of all columns. If all columns of a rank together have no more
+mass in a row than the rank may drop, it drops all of them.
 
 With ``filter_tolerance="rounding"`` the tolerance is that of `tolerance_of`, and a row with a small gradient drops
 less, because rounding G is relative to its size. With p the probability of the positive, the gradient of the loss has
@@ -206,7 +206,10 @@ def masses(spec: PairSpec) -> int:
 
 
 def fits_at_once(n: int, m: int, spec: PairSpec, options: TileOptions) -> bool:
-    """Whether the values of all rows and tiles fit a quarter of the workspace. Over a group they are kept together."""
+    """Whether the `masses` of all rows and tiles fit a quarter of the workspace.
+
+    Over a group, those of all rows are needed at once.
+    """
     return 4 * n * tile_count(m) * masses(spec) <= options.workspace_bytes // 4
 
 

@@ -327,8 +327,8 @@ def _without_padding(
         if group and c.shape[0] != teacher_c.shape[0]:
             raise ShapeError(
                 f"over a group both classifiers are sharded over the same classes, got {sizes} rows on this rank. Cut "
-                "both alike, as linear_weight[:k] and teacher_weight[:k], or pass DTensors without group=, of which a "
-                "teacher's may be sharded otherwise"
+                "both alike, as linear_weight[:k] and teacher_weight[:k], or pass DTensors without group=: those of "
+                "student and teacher may have other placements"
             )
         if c.shape[0] != teacher_c.shape[0]:
             raise ShapeError(

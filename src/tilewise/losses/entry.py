@@ -110,7 +110,7 @@ def key_of(args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _holds_shards(value: Any) -> bool:
-    if isinstance(value, SETTINGS):  # torch.compile cannot ask None of torch 2.11 whether it is a dataclass
+    if isinstance(value, SETTINGS):  # torch.compile of torch 2.11 cannot trace is_dataclass(None)
         return False
     if dataclasses.is_dataclass(value):
         return any(is_sharded(getattr(value, field.name)) for field in dataclasses.fields(value))

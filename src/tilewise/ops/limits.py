@@ -15,7 +15,7 @@ class Limits:
 
     Args:
         small, small_cpu: the most scores that are computed all at once, on a GPU and on a CPU.
-        small_operators: the most scores on a GPU for which PyTorch's operators compute statistics that no program does.
+        small_operators: up to so many scores, PyTorch's operators compute statistics without a program on a GPU.
         smallest_block: one pass on a CPU: with fewer rows in a block its products are thin, and computing the scores
             twice is faster.
         worth_one_pass: one pass of a softmax on a GPU: below so many multiply-adds of a product the host takes longer

@@ -91,8 +91,8 @@ def target_cosines(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
 def own_scores(a: Tensor, own: Tensor, keep: Tensor | None, precision: str) -> Tensor:
     """<a_i, own_ik> for the k columns of each row: (n, k), 0 where ``keep`` is False. See `TileOptions.precision`.
 
-    On a GPU in full float32 even if TF32 is permitted: products of vectors wait for memory. Whatever lies behind a
-    False, NaN included, reaches neither the scores nor a gradient.
+    On a GPU the products are in full float32 even if TF32 is permitted, because memory limits their speed. Columns with
+    False affect neither the scores nor a gradient, even if they are NaN.
     """
     if holds_numbers(a):
         scores: Tensor = _OwnScores.apply(a, own, keep, precision)

@@ -91,7 +91,7 @@ class KeptRows:
         return dataclasses.replace(plan, mass=plan.mass.index_select(1, self.index), surprise=surprise)
 
     def scatter_back_plan(self, plan: FilterPlan) -> FilterPlan:
-        """The plan of these rows as a plan of all rows. The others drop everything, and it is 0."""
+        """The plan of these rows as a plan of all rows. The others drop everything, which is 0."""
         mass = plan.mass.new_zeros((plan.mass.shape[0], self.rows)).index_copy_(1, self.index, plan.mass)
         surprise = plan.surprise
         if surprise.numel():

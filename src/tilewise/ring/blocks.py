@@ -120,7 +120,7 @@ def rotate_blocks(
         merge: adds the values of one call to the accumulators of a block, in place.
         chunk: call ``work(owner, tensors, first)`` for so many columns at a time, from column ``first`` on. Equal on
             every rank.
-        team: so many consecutive ranks gather their blocks, a power of two that divides the number of ranks.
+        team: the number of consecutive ranks that gather their blocks: a power of two that divides the number of ranks.
 
     Returns:
         The accumulators by name. If no rank added to a block, its accumulators are zeros. One rank alone returns what
@@ -131,7 +131,7 @@ def rotate_blocks(
     hang nor use wrong values. A rank that cannot allocate the buffers sends nothing and raises at once.
 
     Memory in addition to the payload: two blocks of payload and two of accumulators, for any number of ranks, and what
-    ``work`` returns. With a team, three blocks of its payload.
+    ``work`` returns. With a team, instead three blocks of the team's payload.
     """
     if exchange.world == 1:
         assert chunk is None

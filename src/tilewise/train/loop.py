@@ -338,7 +338,7 @@ def train(config: RunConfig, console: Console | None = None) -> RunResult:
     try:
         return _train(config, world, console)
     except RuntimeError as error:
-        first = error.__cause__ if isinstance(error, GroupError) else error  # the ring has its own sentence
+        first = error.__cause__ if isinstance(error, GroupError) else error  # the ring raises one of its own
         if world.group is None or isinstance(first, TilewiseError) or not is_lost_rank(first):
             raise
         raise GroupError(

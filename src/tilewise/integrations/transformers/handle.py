@@ -106,7 +106,7 @@ class LossHandle:
         self.active = True
         self.head: nn.Module | None = None
         self.head_hooks: list[RemovableHandle] = []
-        self.input_hook = -1  # the number of the first of them; torch.compile cannot read a hook
+        self.input_hook = -1  # the id of the first of them, kept here because torch.compile cannot read it from a hook
         self.model_hooks: list[RemovableHandle] = []
         self.current: LossSettings | None = None  # set while the model runs without logits
         self.head_calls = 0  # in this run
@@ -332,8 +332,8 @@ class LossHandle:
     ) -> Any:
         """Run the forward with a head that returns `LazyLogits`. The output has `NO_LOGITS` in their place."""
         head = head_of(self.model)
-        # The head was replaced, for example resized or adapted, or an engine has hooks on its input, as DeepSpeed's
-        # ZeRO-3 has: the input is marked after them, or its gradient would not reach them.
+        # The head was replaced (resized, adapted), or an engine such as DeepSpeed ZeRO-3 has added hooks for its input.
+        # Ours must run after those, so that the gradient of the input passes through them.
         if head is not self.head or next(reversed(head._forward_pre_hooks)) != self.input_hook:
             self._hook_head()
         self.current, self.head_calls = settings._replace(same_tokens=is_tensor_parallel(head)), 0

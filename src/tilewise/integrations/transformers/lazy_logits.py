@@ -235,8 +235,8 @@ class LazyLogits:
     def _check_weights(self) -> None:
         """Raise if the head's weight or bias has been freed: reading freed memory would crash the process.
 
-        Of a unit of its own under FSDP2, sharded parameters (DTensor) take the place of the freed ones. DeepSpeed's
-        ZeRO-3 gathers a parameter again, here and in backward, when a module reads it.
+        If the head is a unit of its own under FSDP2, its sharded parameters (DTensor) replace the freed ones.
+        DeepSpeed's ZeRO-3 gathers a parameter again when a module reads it, here and in backward.
         """
         self.terms = tuple(term._replace(weight=_present(term.weight, term.size, term.read)) for term in self.terms)
         if self.bias is not None:

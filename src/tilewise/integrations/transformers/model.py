@@ -33,7 +33,8 @@ def head_of(model: nn.Module) -> nn.Module:
 def is_tensor_parallel(head: nn.Module) -> bool:
     """Whether transformers has sharded the head by the model's ``tp_plan``. Its forward gathers all logits.
 
-    All ranks then have the same tokens. Raises `ConfigError` for a head that cannot be computed so.
+    All ranks then have the same tokens. Raises `ConfigError` if the head's input is sharded, or if
+    its weight is no DTensor.
     """
     forward = vars(head).get("forward")
     if not getattr(forward, "__module__", "").endswith(".tensor_parallel"):
@@ -55,7 +56,7 @@ def is_tensor_parallel(head: nn.Module) -> bool:
 
 @contextmanager
 def plain_forward(head: nn.Module) -> Iterator[None]:
-    """Inside, a head that is sharded runs torch's own ``F.linear`` on its weight as it is.
+    """A context in which a sharded head runs torch's own ``F.linear`` on its weight as it is.
 
     A head of `is_tensor_parallel` has a forward that gathers logits, and DeepSpeed's ZeRO-3 replaces ``F.linear``.
     """

@@ -260,7 +260,7 @@ class Program:
                             one.pick = itemgetter(*(slot(value, loops) for value in one.operands))
 
         visit(self.steps, [])
-        # Places of what launches read and write, of what is given and of what is not; and given places with parts
+        # Places of buffers: those that launches use, the given ones among them, and the given ones that have parts
         self.needed = {buffer.place for step in launches for buffer in buffers_of(step)}
         self.launched = [place for place in range(self.count) if place in self.needed]
         self.given_parts = [place for place in range(self.count) if place in self.parts]

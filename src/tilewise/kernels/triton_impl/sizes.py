@@ -68,7 +68,7 @@ TF32 = "tf32"  # EXACT of kernels that multiply float32 in TF32; also their row 
 WIDE = 1024  # from here on the product takes longer than the exponentials, and larger tiles pay
 SMALL_SHARED = ((8, 6), (8, 9), (12, 0), (12, 1))  # capabilities of cards with 100 KiB of shared memory, not 160 to 228
 Kind = int | str  # bytes of the type, or TF32
-# (architecture, kind) -> sizes. Only sm_90 is measured; the others are chosen to fit the shared memory.
+# (architecture, kind) -> sizes. Those of sm_90 are measured, except for TF32; the others fit the shared memory.
 TABLE: dict[tuple[str, Kind], KernelSizes] = {
     ("sm_80", 2): KernelSizes(
         forward=Sizes(128, 128, 32, 4, 3, 2, 8),

@@ -29,7 +29,7 @@ ROWS, WIDTH = 8, 256  # rows of a program of `round_kernel`, and its features at
 
 @triton.jit
 def nearest(x):
-    """The nearest number of TF32, of two the even one; what is not finite stays. As a load that rounds."""
+    """The nearest TF32 number, as a load that rounds gives it. Ties go to the even one; NaN and infinities stay."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000
     return tl.where((bits & 0x7F800000) == 0x7F800000, bits, rounded).to(tl.float32, bitcast=True)

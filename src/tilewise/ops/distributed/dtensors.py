@@ -98,9 +98,9 @@ def _wrapped(local: Tensor, mesh: Any, placements: Any, shape: Any, stride: Any)
 def reduced(part: Any, placements: Sequence[Any] | None = None) -> Any:
     """``part`` with other placements, by default replicated: one reduction for each dimension on which it is partial.
 
-    Torch warns if one step reduces over two dimensions. The strided shards of a weight that is sharded for tensor
-    parallelism and for FSDP are parts of the other dimension's shards, so they are made last: torch 2.11 refuses to
-    make them of anything else.
+    Torch warns if one step reduces over two dimensions. A weight that is sharded for tensor parallelism and for FSDP
+    has strided shards over one dimension, which are parts of the shards over the other. They are made last, because
+    torch 2.11 makes them only from those shards.
     """
     placements = placements_of("R" * part.device_mesh.ndim) if placements is None else placements
     now = list(part.placements)

@@ -64,7 +64,7 @@ class Plan:
     def column_gradients(self) -> Symbols:
         """Placements of the gradient that a rank computes for the classifier.
 
-        The gradient of a gathered one is a part of a sum over ranks with other rows.
+        If the classifier is gathered, that gradient is one term of a sum over the ranks with other rows.
         """
         pairs = zip(self.kinds, self.columns, strict=True)
         return tuple("P" if kind == "rows" and column == "R" else column for kind, column in pairs)
