@@ -33,7 +33,8 @@ class FilterReport:
     def kept_share(self) -> list[float]:
         """The share of the (row, tile) entries, of rows with a positive, that backward computes.
 
-        It is 1 where a sample of the rows needed nearly all of them, and where a call is too small for the filter.
+        It is 1 where a sample of the rows needed nearly all of them, where a call is too small for the
+        filter, and on a CPU.
         """
         return [int(plan.kept.sum()) / max(1, int(valid.sum()) * plan.mass.shape[0]) for plan, valid, _ in self._plans]
 

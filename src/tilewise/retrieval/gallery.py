@@ -15,7 +15,7 @@ from tilewise.ring.blocks import Field, Merge, Tensors, rotate_blocks
 from tilewise.ring.exchange import Exchange
 from tilewise.ring.schedule import Shards
 
-BLOCK_BYTES = 2**27  # of features; two such blocks are on the GPU, and two in pinned memory if the gallery is not pinned
+BLOCK_BYTES = 2**27  # of features; two of these are on the GPU, and two in pinned memory unless the gallery is pinned
 Work = Callable[[int, dict[str, Tensor]], Tensors | None]  # (index of the first item, tensors of the block)
 
 
