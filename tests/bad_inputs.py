@@ -477,6 +477,24 @@ BAD = {
         ("features that are at least 8 wide", r"got \(6, 4\)", "Pass smaller widths"),
         lambda: (tw.Matryoshka(tw.clip_loss, (4,))(A, B, 1.0), clip()),
     ),
+    "no buckets": (
+        lambda: tw.StreamingLogQ(0),
+        RangeError,
+        ("num_buckets is from 1", "got 0", "Pass several times the number of items"),
+        lambda: (tw.StreamingLogQ(12)(Y), torch.zeros(len(Y))),
+    ),
+    "a momentum of 0": (
+        lambda: tw.StreamingLogQ(6, momentum=0.0),
+        RangeError,
+        ("momentum is above 0", "got 0.0", "Pass 0.05"),
+        lambda: (tw.StreamingLogQ(6, momentum=0.05)(Y), torch.zeros(len(Y))),
+    ),
+    "ids in two dimensions": (
+        lambda: tw.StreamingLogQ(6)(Y[:, None]),
+        ShapeError,
+        ("ids has one entry for each item", r"got \(6, 1\)", "Flatten it"),
+        lambda: (tw.StreamingLogQ(6)(Y[:, None].flatten()), torch.zeros(len(Y))),
+    ),
     "temperature -1": (
         lambda: tw.nt_xent(A, temperature=-1),
         RangeError,

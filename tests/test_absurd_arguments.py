@@ -62,6 +62,7 @@ CALLS: dict[Callable[..., Any], dict[str, Any]] = {
     tw.margin_softmax_loss: TOKENS,
     tw.MarginSoftmaxLoss: {"in_features": 4, "num_classes": 6},
     tw.Matryoshka: {"loss": tw.clip_loss, "widths": (4, 2)},
+    tw.StreamingLogQ: {"num_buckets": 10},
     tw.linear_cross_entropy: TOKENS,
     tw.linear_token_stats: TOKENS,
     tw.linear_distillation_loss: STUDENT,

@@ -27,6 +27,7 @@ from tilewise.losses.sparse_distillation import LinearSparseDistillationLoss as 
 from tilewise.losses.sparse_distillation import linear_sparse_distillation_loss as linear_sparse_distillation_loss
 from tilewise.losses.statistics import PairStats as PairStats
 from tilewise.losses.statistics import pair_stats as pair_stats
+from tilewise.losses.streaming_log_q import StreamingLogQ as StreamingLogQ
 from tilewise.losses.supcon import SupConLoss as SupConLoss
 from tilewise.losses.supcon import supcon_loss as supcon_loss
 from tilewise.losses.token_stats import TokenStats as TokenStats
