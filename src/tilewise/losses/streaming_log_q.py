@@ -30,8 +30,8 @@ class StreamingLogQ(nn.Module):
         momentum: weight of the newest interval, above 0 and at most 1.
 
     The call takes ids, (n,), integers, and returns log_q, (n,), float32. In evaluation mode an id that was never seen
-    counts as if it came in the next step. The estimate is in the ``state_dict``, so a run that is resumed continues with
-    it. Over ranks, call it on every rank with the ids of the whole batch.
+    counts as if it came in the next step. The estimate is in the ``state_dict``, so a resumed run continues with it.
+    Over ranks, call it on every rank with the ids of the whole batch.
 
     Memory: 16 bytes per bucket. Time: O(n), without a wait for the device.
 
