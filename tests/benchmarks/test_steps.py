@@ -127,7 +127,6 @@ def test_pages_show_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert all("Qwen3-0.6B" in files[steps.charts.DRAWINGS / f"chart-steps-{kind}.svg"] for kind in ("time", "memory"))
 
 
-@pytest.mark.skipif(not steps.COMMITTED.exists(), reason="not measured yet")
 def test_committed_pages_show_the_committed_data() -> None:
     for path, text in steps.written().items():
         assert path.read_text() == text, "run: python -m benchmarks.steps --page"
